@@ -291,7 +291,7 @@ def test_an_fsdp_unit_in_half_precision_adds_up_gradients_in_fp32():
     if hasattr(parameters, "_orig_dtype"):  # before torch 2.15
         assert (parameters._orig_dtype, parameters._reduce_dtype) == (torch.float32,) * 2
     [weight, *_] = parameters.fsdp_params
-    torch_converts_late_gradients = torch_compat.fsdp._grad_has_earlier_gradients(weight)
+    torch_converts_late_gradients = torch_compat.fsdp._torch_accumulates_in_grad(weight)
     model.requires_grad_(True)
     x = torch.ones(1, 2)
 

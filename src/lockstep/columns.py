@@ -69,8 +69,8 @@ def wrap(
     lines: list[str] = []
     line = ""
     for piece in _unbreakable_pieces(text):
-        # A piece that does not fit begins a new line. An empty line has as much room as a new one,
-        # so a piece that is too long for it stays there.
+        # A piece that does not fit begins a new line, unless the line has no text yet: a new one
+        # would have no more room.
         line_has_text = bool(line.strip())
         if line_has_text and width_of(line + piece.rstrip()) > width:
             lines.append(line.rstrip())

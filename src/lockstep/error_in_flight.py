@@ -96,9 +96,9 @@ def find_handled_error(error: BaseException) -> BaseException | None:
         user's own code handles, or None.
     """
     latest_first = [error, *errors_before(error)]
-    earliest_raised_again = next(iter(_errors_raised_again(latest_first[::-1])), None)
-    if earliest_raised_again is not None:
-        return earliest_raised_again
+    earliest_first = latest_first[::-1]
+    for raised_again in _errors_raised_again(earliest_first):
+        return raised_again
 
     for handled in latest_first:
         if is_handled_by_user(handled):
@@ -201,8 +201,8 @@ def _will_be_raised_again(error: BaseException, later_errors: Sequence[BaseExcep
 def _handling_line(frame: FrameType, later_errors: Sequence[BaseException]) -> int:
     """Returns the line of a frame that runs while an exception is handled.
 
-    If line 4 has raised a later exception, line 4 is in its traceback. The frame itself may have
-    come to another line by now, or have ended.
+    If this line has raised a later exception, it is in the traceback of that exception. (The frame
+    itself may have come to another line by now, or have ended.) Otherwise the frame is still at it.
     """
     for later in later_errors:
         trace = later.__traceback__
@@ -216,17 +216,32 @@ def _handling_line(frame: FrameType, later_errors: Sequence[BaseException]) -> i
 def _try_raises_again(node: ast.Try | ast.TryStar, raising_line: int, handling_line: int) -> bool:
     """Returns True if a `try` statement raises an exception again after it has handled it.
 
+    In this statement the lines 2, 4, 7 and 9 may raise an exception that line 11 handles, which
+    Python raises again after it. Line 4 handles exceptions of line 2 alone, which line 5 raises
+    again:
+
+         1  try:
+         2      train()
+         3  except ValueError:
+         4      save()
+         5      raise
+         6  except KeyError:
+         7      skip()
+         8  else:
+         9      report()
+        10  finally:
+        11      close()
+
     Args:
         node: the statement.
         raising_line: the line that has raised the exception.
         handling_line: the line that runs while the exception is handled.
     """
-    # A `finally` block handles it: Python raises it again at the end of the block.
     before_finally: list[ast.stmt | ast.ExceptHandler] = [*node.body, *node.handlers, *node.orelse]
     if _contains(node.finalbody, handling_line) and _contains(before_finally, raising_line):
         return True
 
-    # An `except` block handles it: a later line of this block may be `raise`, or `raise error`.
+    # Is it handled in an `except` block, with a later line that says `raise` or `raise error`?
     if not _contains(node.body, raising_line):
         return False
     for handler in node.handlers:

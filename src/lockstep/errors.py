@@ -305,7 +305,8 @@ class RankFailedError(LockstepError, RuntimeError):
     def translated_message(self) -> str:
         """The message in the user's language, without the rank and the line at its end.
 
-        The launcher may have translated `found` already: all but what it quotes of the script.
+        `found` may quote the script, and a quote is not translated. If the launcher has told apart
+        what is quoted, it has translated the rest already: `_translated_found`.
         """
         return _format_message(
             self.was_set,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from lockstep.errors import UnknownNameError
 
-CODE_OF_WORLD_NAME = {
+REPLACEMENT_OF_WORLD_NAME = {
     # who this process is
     "get_rank": "world.rank",
     "global_rank": "world.rank",
@@ -109,7 +109,7 @@ CODE_OF_WORLD_NAME = {
 }
 """What to write instead of a name that a World does not have."""
 
-CODE_OF_MODULE_NAME = {
+REPLACEMENT_OF_MODULE_NAME = {
     "Accelerator": "lockstep.init()",
     "Fabric": "lockstep.init()",
     "init_process_group": "lockstep.init()",
@@ -274,23 +274,23 @@ NAMES_OF_WORLD = (
 
 
 def error_of_world_name(name: str) -> UnknownNameError | None:
-    """Returns the error for a name that a World does not have; None if nothing is known of it."""
-    code = CODE_OF_WORLD_NAME.get(name)
-    if code is None:
+    """Returns the error for a name that a World does not have; None if there is no replacement."""
+    replacement = REPLACEMENT_OF_WORLD_NAME.get(name)
+    if replacement is None:
         return None
     return UnknownNameError(
-        f"world.{name}", f"a World has no attribute {name!r}", f"use {code} instead"
+        f"world.{name}", f"a World has no attribute {name!r}", f"use {replacement} instead"
     )
 
 
 def error_of_module_name(name: str) -> UnknownNameError | None:
-    """Returns the error for a name that the module does not have; None: nothing is known of it."""
-    if name in CODE_OF_MODULE_NAME:  # of another library: `Accelerator` is `lockstep.init()`
-        replacement = CODE_OF_MODULE_NAME[name]
+    """Returns the error for a name that the module does not have; None without a replacement."""
+    if name in REPLACEMENT_OF_MODULE_NAME:  # of another library: `Accelerator` is `lockstep.init()`
+        replacement = REPLACEMENT_OF_MODULE_NAME[name]
     elif name in NAMES_OF_WORLD:  # an attribute of a World: `rank` is `world.rank`
         replacement = f"world.{name}"
-    elif name in CODE_OF_WORLD_NAME:  # `all_reduce` of torch is `world.sum(x)`
-        replacement = CODE_OF_WORLD_NAME[name]
+    elif name in REPLACEMENT_OF_WORLD_NAME:  # `all_reduce` of torch is `world.sum(x)`
+        replacement = REPLACEMENT_OF_WORLD_NAME[name]
     else:
         return None
 

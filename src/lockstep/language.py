@@ -404,20 +404,25 @@ def _all_translations() -> dict[str, str]:
 def read_po(text: str) -> dict[str, str]:
     """Reads the messages of a .po file of gettext.
 
-    All other lines are skipped. Conflict markers of git's are among them (`<<<<<<<`), so that the
-    messages of both sides are read.
+    These lines give `{"all ranks have ended": "所有 rank 均已结束"}`:
+
+        msgid "all ranks "
+        "have ended"
+        msgstr "所有 rank 均已结束"
+
+    The first lines of errors have another line above, `msgctxt "heading"`. Their messages begin
+    with `HEADING` in the result. All other lines are skipped. Conflict markers of git's are among
+    them (`<<<<<<<`), so that the messages of both sides are read.
 
     Returns:
-        The translations by their messages, without the header. A translation may be empty. The
-        messages that have a context in the file, which are the first lines of errors, begin with
-        `HEADING`.
+        The translations by their messages, without the header. A translation may be empty.
     """
     translations: dict[str, str] = {}
     context = ""
     message = ""
     is_translation = False
     for line in text.splitlines():
-        if line.startswith("msgctxt "):  # there is only one context, that of first lines of errors
+        if line.startswith("msgctxt "):  # the only context that is in use
             context = HEADING
         elif line.startswith("msgid "):
             message = context + _unquote(line.removeprefix("msgid "))
@@ -426,9 +431,9 @@ def read_po(text: str) -> dict[str, str]:
         elif line.startswith("msgstr "):
             translations[message] = _unquote(line.removeprefix("msgstr "))
             is_translation = True
-        elif line.startswith('"') and is_translation:
+        elif line.startswith('"') and is_translation:  # continues a msgstr
             translations[message] += _unquote(line)
-        elif line.startswith('"'):
+        elif line.startswith('"'):  # continues a msgid
             message += _unquote(line)
     translations.pop("", None)  # the header
     return translations
@@ -537,7 +542,8 @@ class Template:
 
         was_found = False
         for end in self._possible_ends(text, field_number, begin):
-            begin_of_next_field = end + len(self.literals[field_number + 1])
+            literal_behind = self.literals[field_number + 1]  # literal 0 stands before field 0
+            begin_of_next_field = end + len(literal_behind)
             for later_spans in self._match_fields_from(
                 text, field_number + 1, begin_of_next_field, dead_ends
             ):
@@ -551,8 +557,9 @@ class Template:
     def _possible_ends(self, text: str, field_number: int, begin: int) -> Iterator[int]:
         """Yields where the value of a field may end: where the literal behind the field begins.
 
-        The value of the last field ends where the literal at the end of the text begins. Any other
-        value may end wherever its literal occurs.
+        The template "start {num} ranks" has the literals "start " and " ranks", so the value of
+        `num` ends where " ranks" begins. Behind the last field, this is the literal at the end of
+        the text; behind any other field, every occurrence of the literal counts.
         """
         literal_behind = self.literals[field_number + 1]  # literal 0 stands before field 0
         is_last_field = field_number == len(self.fields) - 1
@@ -569,7 +576,11 @@ class Template:
             end = text.find(literal_behind, end + 1)
 
     def _fits(self, field_number: int, text: str, begin: int, end: int) -> bool:
-        """Returns True if `text[begin:end]` may be the value of a field."""
+        """Returns True if `text[begin:end]` may be the value of a field.
+
+        The value of most fields may be any text that does not reach over the border between two
+        messages or lines: "a; b" and "a;" are no values, nor is ": b".
+        """
         pattern = self.patterns[field_number]
         if pattern.pattern == ANY_TEXT:  # the pattern of most fields; this is faster than a match
             value = text[begin:end]
@@ -596,8 +607,12 @@ class Cache:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many parts were translated that no further one is."""
+        """True if `MAX_PARTS` parts were translated, after which no further one is."""
         return len(self.translations) + len(self.in_progress) == MAX_PARTS
+
+    def of_next_message(self) -> Cache:
+        """Returns an empty cache: the limit of `is_full` holds for each message of a text."""
+        return Cache(self.single_words_stay_english)
 
 
 @dataclass(frozen=True)
@@ -710,8 +725,9 @@ class Catalogue:
         if text in cache.translations:
             return cache.translations[text]
         if text in cache.in_progress:
-            # This is a call from within the translation of the same text: with the template
-            # "{name}{note}" and an empty note, the value of `name` is the whole text.
+            # This is a call from within the translation of the same text. For example, the template
+            # "{name}{note}" reads "ready" as the name "ready" with an empty note, and the value of
+            # `name` is to be translated: "ready" again.
             return None
         if cache.is_full:
             return _leave_in_english(text)
@@ -737,15 +753,14 @@ class Catalogue:
         if cache.is_full:
             return _leave_in_english(text)
 
-        # Several templates may match, and only the best of them count.
         best_readings = _best_readings(readings)
         if not best_readings:
             return None
 
-        # The example above has two readings with one template, and nothing shows which was meant.
-        # So all readings with a best template must say the same in Chinese.
-        best_templates = [reading.template for reading in best_readings]
-        readings_that_count = [each for each in readings if each.template in best_templates]
+        # A template counts if one of its readings is among the best, and then all its readings do:
+        # nothing shows which of the two readings in the example above was meant.
+        templates_that_count = [reading.template for reading in best_readings]
+        readings_that_count = [each for each in readings if each.template in templates_that_count]
         if _certainly_say_the_same(readings_that_count, text):
             return best_readings[0].translation
         return _leave_in_english(text)
@@ -800,8 +815,8 @@ class Catalogue:
             text: the value, without an article.
             cache: translations found so far.
         """
-        if name in FIELDS_WITH_ARTICLE:
-            return _leave_in_english(text)  # a class may be called `batch`
+        if name in FIELDS_WITH_ARTICLE:  # it is the name of a class, even if it is "batch"
+            return _leave_in_english(text)
 
         # A value of a single word is usually a name of the user's: a parameter may be called
         # `gradients`. Only a few fields hold single words that are to be translated, and even
@@ -832,20 +847,23 @@ class Catalogue:
         for translation in translations[1:]:
             chinese = _join_with_chinese_spacing(chinese, CHINESE_AND)
             chinese = _join_with_chinese_spacing(chinese, translation.text)
-        return Translation(chinese, _untranslated_of_whole(items, translations, AND))
+        untranslated = _untranslated_of_whole(items, translations, separator=AND)
+        return Translation(chinese, untranslated)
 
     def _translate_table(self, text: str, cache: Cache) -> Translation:
         """Translates the rows of a table (`FIELDS_OF_TABLES`)."""
         rows = text.split("\n")
         translations = [self._translate_row(row, cache) for row in rows]
         chinese = "\n".join(translation.text for translation in translations)
-        return Translation(chinese, _untranslated_of_whole(rows, translations, "\n"))
+        untranslated = _untranslated_of_whole(rows, translations, separator="\n")
+        return Translation(chinese, untranslated)
 
     def _translate_row(self, row: str, cache: Cache) -> Translation:
         """Translates each cell of a row of a table, and lets it begin in the same column.
 
-        The first cell says what the row is about, such as "missing", and may be a single word. Such
-        a word in another cell is a name of the user's.
+        The first cell says what the row is about, such as "missing", so it may be a message of a
+        single word, unless the caller of `translate` has excluded such messages. A single word in
+        another cell is a name of the user's.
         """
         chinese = ""
         untranslated: list[Span] = []
@@ -855,9 +873,11 @@ class Catalogue:
             end = begin + len(piece)
             is_gap = number % 2 == 1
             if is_gap:
-                chinese = pad(f"{chinese}  ", end)  # at least two spaces
+                # Up to the column at which the next English cell begins; at least two spaces.
+                chinese = pad(f"{chinese}  ", end)
             else:
-                may_be_word = number == 0 and not cache.single_words_stay_english
+                is_first_cell = number == 0
+                may_be_word = is_first_cell and not cache.single_words_stay_english
                 translation = self._translate_text(piece, cache, may_be_word=may_be_word)
                 chinese += translation.text
                 untranslated += _shift_spans(translation.untranslated, begin)
@@ -893,14 +913,15 @@ class Catalogue:
             is_last = number == len(parts)
             mark_behind = "" if is_last else separator.strip()
 
-            # A cache takes a limited number of translations, so each message gets one of its own.
-            cache_of_part = Cache(cache.single_words_stay_english) if separates_messages else cache
             translation = self._translate_part(
-                part, mark_behind, cache_of_part, may_be_word=may_be_word
+                part,
+                mark_behind,
+                cache.of_next_message() if separates_messages else cache,
+                may_be_word=may_be_word,
             )
             translations.append(translation)
 
-        # The split may be wrong. In "give a number from 1 to x; y", "x; y" may be one value.
+        # The split may be wrong: "x; y" may be one value in "give a number from 1 to x; y".
         translations = _keep_doubtful_parts_english(parts, translations)
         return _join_parts(parts, translations, separator)
 
@@ -965,10 +986,12 @@ class Catalogue:
         """
         if mark_behind:
             translation = self._translate_message(part + mark_behind, cache)
-            chinese_mark = SEPARATORS[f"{mark_behind} "]
-            if translation is not None and translation.text.endswith(chinese_mark):
-                without_mark = translation.text.removesuffix(chinese_mark)  # the caller adds it
-                return Translation(without_mark, translation.untranslated)
+            if translation is not None:
+                chinese_mark = SEPARATORS[f"{mark_behind} "]
+                mark_belongs_to_message = translation.text.endswith(chinese_mark)
+                if mark_belongs_to_message:
+                    without_mark = translation.text.removesuffix(chinese_mark)  # the caller adds it
+                    return Translation(without_mark, translation.untranslated)
 
         return self._translate_text(part, cache, may_be_word=may_be_word)
 
@@ -1001,10 +1024,11 @@ def _stays_english(text: str, *, may_be_word: bool) -> bool:
 
 
 def _certainly_say_the_same(readings: Sequence[Reading], text: str) -> bool:
-    """Returns True if all readings of a text say the same in Chinese, also those that are unknown.
+    """Returns True if all readings of a text say the same in Chinese.
 
     Args:
-        readings: up to `MAX_READINGS` readings with each template.
+        readings: up to `MAX_READINGS` readings with each template; further ones were not looked
+            for.
         text: the text that was read.
     """
     # Spaces depend on where the values begin, and say nothing.
@@ -1012,8 +1036,9 @@ def _certainly_say_the_same(readings: Sequence[Reading], text: str) -> bool:
     if len(chinese_texts) > 1:
         return False
 
-    # A template with `MAX_READINGS` readings may have further ones, which were not looked for. They
-    # divide the text into other values. That makes no difference if all values stay as they are.
+    # A template with `MAX_READINGS` readings may have further ones, with other values. If none of
+    # the known readings translates a value, all of them copy their values from the text, and say
+    # the same: then further ones, which copy theirs too, say it as well.
     num_readings = Counter(id(reading.template) for reading in readings)
     for reading in readings:
         may_have_further_readings = num_readings[id(reading.template)] == MAX_READINGS
@@ -1041,7 +1066,8 @@ def _best_readings(readings: Sequence[Reading]) -> list[Reading]:
             most_translated.append(reading)
 
     best: list[Reading] = []
-    for reading in most_translated:  # the more specific ones come first
+    # No later reading has a more specific template, so each is compared with those before it alone.
+    for reading in most_translated:
         if not any(other.is_more_specific_than(reading) for other in best):
             best.append(reading)
     return best
@@ -1084,13 +1110,10 @@ def _keep_doubtful_parts_english(
 ) -> list[Translation]:
     """Leaves a part in English if the text may have been split within a value of that part.
 
-    For example, "give a number from 1 to x; y" may end with the value "x; y":
-
-        parts                       translated to       kept
-        "give a number from 1 to x" "给出 1 到 x 的数"     in English, as "x; y" may be its value
-        "y"                         nothing             in English
-
-    The same goes for "x; y is no number", where the second part begins with a value.
+    A separator such as "; " may stand between two messages or within a value. In "give a number
+    from 1 to x; y" the value may be "x" or "x; y". The part "give a number from 1 to x" could be
+    translated, but stays English because the "y" behind it does. In "x; y is no number" the part
+    "y is no number" stays English because the "x" before it does.
 
     Returns:
         The translation of each part.
@@ -1155,17 +1178,14 @@ def _is_translated(text: str, translation: Translation) -> bool:
 def _join_parts(
     parts: Sequence[str], translations: Sequence[Translation], separator: str
 ) -> Translation:
-    """Joins the translations of the parts between which a separator stood.
+    """Joins the translations of the parts of a text that was split at a separator.
 
     "step 3: done" was split at ": " and is joined with "：". Neighbours that are both left in
     English may be one name with punctuation in it, so the English separator stays between them.
     """
-    joined = _join_english_neighbours(parts, translations, separator)
-    joined_parts = [part for part, _ in joined]
-    joined_translations = [translation for _, translation in joined]
-
-    text = SEPARATORS[separator].join(translation.text for translation in joined_translations)
-    untranslated = _untranslated_of_whole(joined_parts, joined_translations, separator)
+    parts, translations = _join_english_neighbours(parts, translations, separator)
+    text = SEPARATORS[separator].join(translation.text for translation in translations)
+    untranslated = _untranslated_of_whole(parts, translations, separator)
     return Translation(text, untranslated)
 
 
@@ -1189,23 +1209,28 @@ def _untranslated_of_whole(
 
 def _join_english_neighbours(
     parts: Sequence[str], translations: Sequence[Translation], separator: str
-) -> list[tuple[str, Translation]]:
-    """Returns the parts with their translations, after parts that are all left in English are
-    joined: "step 3", "x" and "y" become "step 3" and "x: y".
-    """
-    joined: list[tuple[str, Translation]] = []
-    for part, translation in zip(parts, translations, strict=True):
-        if joined:
-            last_part, last_translation = joined[-1]
-            last_is_english = last_translation.text == last_part
-            this_is_english = translation.text == part
-            if last_is_english and this_is_english:
-                both_parts = last_part + separator + part
-                joined[-1] = (both_parts, _leave_in_english(both_parts))
-                continue
+) -> tuple[list[str], list[Translation]]:
+    """Joins neighbouring parts that are both left in English, with the separator between them.
 
-        joined.append((part, translation))
-    return joined
+    For example, with the separator ": ", the parts "step 3", "x" and "y" become "step 3" and
+    "x: y" if only "step 3" is translated.
+
+    Returns:
+        The parts after that, and their translations.
+    """
+    joined_parts: list[str] = []
+    joined_translations: list[Translation] = []
+    previous_is_english = False
+    for part, translation in zip(parts, translations, strict=True):
+        is_english = translation.text == part
+        if is_english and previous_is_english:
+            joined_parts[-1] += separator + part
+            joined_translations[-1] = _leave_in_english(joined_parts[-1])
+        else:
+            joined_parts.append(part)
+            joined_translations.append(translation)
+        previous_is_english = is_english
+    return joined_parts, joined_translations
 
 
 def _leave_in_english(text: str) -> Translation:
@@ -1318,9 +1343,9 @@ def make_template(message: str, translation: str) -> Template:
     literals = [""]
     fields = []
     for literal, name, _, _ in string.Formatter().parse(message):
-        # `parse` yields a literal with the field behind it. At the end of the message, and at an
-        # escaped brace within a literal, there is no field: the name is None, and the next literal
-        # continues this one.
+        # `parse` yields a literal with the name of the field behind it, or None without a field: at
+        # the end of the message, and at an escaped brace within a literal. For "a {{ b {n} c" it
+        # yields ("a {", None), (" b ", "n") and (" c", None), for the literals "a { b " and " c".
         literals[-1] += literal
         if name is not None:
             fields.append(name)

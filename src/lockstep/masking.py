@@ -32,6 +32,9 @@ _RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/_=-]{20,}")
 """Long hexadecimal and base64 texts."""
 _PLAIN_VALUE = re.compile(r"-?[0-9]{0,3}(?:\.[0-9]+)?|true|false|none|null|yes|no", re.IGNORECASE)
 """Small numbers and switches, which are not secrets: `--pass 2`, `--use-auth-token true`."""
+# Names before an equals sign: `--token`, `hub.token`, Hydra's `+hub.token`. In `http://host?token`
+# and `{"token"` the text before an equals sign is no name.
+_OPTION_NAME = re.compile(r"[-+\w.]+")
 # Words of camel case: `hfToken`, `apiKey`.
 _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 # Tokens of well-known services begin alike. A JSON Web Token is base64 of `{"`.
@@ -74,7 +77,8 @@ def mask_secrets(arguments: Sequence[str]) -> list[str]:
         open_option = argument if is_open_option else ""
 
         # `--token=VALUE`
-        if equals_sign and re.fullmatch(r"[-+\w.]+", name) and _is_secret(name, value):
+        is_setting = equals_sign != "" and _OPTION_NAME.fullmatch(name) is not None
+        if is_setting and _is_secret(name, value):
             masked.append(f"{name}={MASK}")
         else:
             masked.append(_mask_value(argument))
@@ -101,8 +105,8 @@ def _is_secret(name: str, value: str) -> bool:
 
     For example `--api-token hf_abc` or `password=x`, but not `--num-tokens 10`.
     """
-    # --accessKey -> ["access", "key"]
-    words = re.split(r"[-_.]", _CAMEL_CASE.sub("-", name.lstrip("-+")).lower())
+    name_with_hyphens = _CAMEL_CASE.sub("-", name.lstrip("-+"))  # --accessKey -> access-Key
+    words = re.split(r"[-_.]", name_with_hyphens.lower())  # ["access", "key"]
     if words[-2:] == ["key", "id"]:  # --access-key-id counts as --access-key
         words.pop()
 
@@ -175,14 +179,15 @@ def _end_of_user(rest: str) -> int | None:
     Args:
         rest: the address without its scheme: `user:password@host/path`.
     """
+    if "@" not in rest:
+        return None
+
     before_slash = re.split(r"[/?#]", rest, maxsplit=1)[0]
     if "@" in before_slash:
         return before_slash.rindex("@")
 
+    # Every `@` is behind a slash: `ann:p/ss@host`, or `host:8080/page@2` and `host/page@2`.
     _, colon, port_or_password = before_slash.partition(":")
     is_port = re.fullmatch(r"[0-9]*", port_or_password) is not None
     slash_is_in_password = colon != "" and not is_port
-    if slash_is_in_password and "@" in rest:
-        return rest.rindex("@")
-
-    return None
+    return rest.rindex("@") if slash_is_in_password else None

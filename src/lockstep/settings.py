@@ -283,7 +283,8 @@ def parse_shares(
             found = f"{count_noun(len(numbers), 'share')} for {count_noun(size, of)}"
         raise SettingError(f"shares={shares!r}", found, advice)
 
-    check_shares(shares)  # that none is below 0, and one is above 0
+    # Raises unless no number is below 0 and one is above 0. The error shows the shares as given.
+    check_shares(shares)
     divisor = math.gcd(*numbers)
     return tuple(number // divisor for number in numbers)
 
@@ -636,12 +637,13 @@ def _override_by_verify(values: dict[str, Any], settings_of_verify: Mapping[str,
     """Writes the settings of `lockstep verify` into those of the run.
 
     `verify` runs the script on several processes and on one, the *reference*. It compares their
-    results bit by bit (`{"virtual_ranks_of_verify": 4}`), or within a tolerance.
+    results bit by bit or within a tolerance.
 
     Args:
         values: the settings of the run, by the names of the arguments; they are changed.
-        settings_of_verify: the settings that `lockstep verify` makes. In a reference that is
-            compared within a tolerance, `reference_of_verify` is True.
+        settings_of_verify: the settings that `lockstep verify` makes. If results are compared bit
+            by bit, it has `virtual_ranks_of_verify`, e.g. 4. In a reference that is compared within
+            a tolerance, `reference_of_verify` is True.
     """
     values.update(settings_of_verify)
 
@@ -650,19 +652,22 @@ def _override_by_verify(values: dict[str, Any], settings_of_verify: Mapping[str,
     values.pop("check_devices", None)
     values.pop("trace_step", None)
 
-    # Only virtual ranks give equal bits. If the user has set none, `verify` has chosen a number.
-    compares_bits = values.get("virtual_ranks_of_verify") is not None
+    # Only virtual ranks give equal bits, so `verify` has chosen a number of them. The user's own
+    # number has precedence.
+    number_of_verify = values.get("virtual_ranks_of_verify")
+    compares_bits = number_of_verify is not None
     user_has_set_number = values.get("virtual_ranks") is not None
     if compares_bits and user_has_set_number:
-        values["virtual_ranks_of_verify"] = None
+        values["virtual_ranks_of_verify"] = None  # the number of `verify` is not in use
     elif compares_bits:
-        values["virtual_ranks"] = values["virtual_ranks_of_verify"]
-        # With one process for several virtual ranks, BatchNorm cannot compute the statistics of the
-        # global batch. `verify` compares them within a tolerance.
+        values["virtual_ranks"] = number_of_verify
+        # One process that computes several virtual ranks cannot synchronise their BatchNorm.
         values["sync_batchnorm"] = False
 
-    # In a reference, synchronised BatchNorm must get the whole batch at once.
-    if values.get("reference_of_verify") and values.get("sync_batchnorm"):
+    # A reference that is compared within a tolerance: synchronised BatchNorm must get the whole
+    # batch at once, so the user's own number of virtual ranks is not used either.
+    is_reference_within_tolerance = values.get("reference_of_verify")
+    if is_reference_within_tolerance and values.get("sync_batchnorm"):
         values["virtual_ranks"] = None
 
 
@@ -702,14 +707,16 @@ def check_value(declaration: Declaration, value: Any, was_set: str | None = None
     Raises:
         SettingError: the value is invalid.
     """
-    check = declaration.check or declaration.convert
+    check = declaration.check or declaration.convert  # both raise SettingError
     if check is None:
         return
 
     try:
         check(value)
     except SettingError as error:
-        raise SettingError(was_set or error.was_set, error.found, error.do) from None
+        if was_set is None:
+            raise
+        raise SettingError(was_set, error.found, error.do) from None
 
 
 def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -859,11 +866,21 @@ def check_virtual_ranks(values: Mapping[str, Any]) -> None:
             )
 
 
-def too_few_virtual_ranks_error(number: int, num_processes: int) -> SettingError:
-    """Returns the error for fewer virtual ranks than processes."""
+def too_few_virtual_ranks_error(
+    number: int, num_processes: int, found: str | None = None
+) -> SettingError:
+    """Returns the error for a process without a virtual rank.
+
+    Args:
+        number: number of virtual ranks.
+        num_processes: number of processes.
+        found: what was found, if it is more than their number.
+    """
+    if found is None:
+        found = f"{num_processes} processes, each of which computes at least one of them"
     return SettingError(
         f"virtual_ranks={number}",
-        f"{num_processes} processes, each of which computes at least one of them",
+        found,
         "start fewer processes, or set a larger number from the beginning of the training",
     )
 
@@ -917,15 +934,15 @@ def _mean_the_same(in_script: Any, outside: Any) -> bool:
 
 
 def _as_comparable_text(value: Any) -> str:
-    """Returns the value as it is written on the command line, in one spelling for each value.
+    """Returns a text that is the same for a value in a script and on the command line.
 
-    30 and 30.0 mean the same, so both give "30.0". The parts of a list are always whole numbers, so
-    `(1, 2)` gives "1:2".
+    Values that mean the same have equal texts: 30 and 30.0 both give "30.0", and `(1, 2)` gives
+    "1:2", as it is written on the command line. The parts of a list are always whole numbers.
     """
     if isinstance(value, list | tuple):
         return ":".join(str(part) for part in value)
     if isinstance(value, timedelta):
         return str(value.total_seconds())
-    if isinstance(value, int):  # a bool is an int, too: True gives "1.0"
+    if isinstance(value, int):  # also a bool, with "1.0" for True
         return str(float(value))
     return str(getattr(value, "name", value))  # a strategy is written as its name

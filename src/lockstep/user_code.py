@@ -88,8 +88,8 @@ def user_call() -> str | None:
             function_names.append(frame.f_code.co_qualname)
         frame = frame.f_back
 
-    # The user has called one of these functions, and this one has called the others. So it is the
-    # outermost of those that users may call.
+    # The outermost function that users may call is the one that the user has called. For example,
+    # with ["Checkpoint.save", "Checkpoint.step"] it is `step`, which has called `save`.
     for name in reversed(function_names):
         class_name, _, method = name.partition(".")
 

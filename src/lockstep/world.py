@@ -248,7 +248,7 @@ class World:
         if not objects:
             raise UsageError("world.prepare()", "nothing was given", "pass the model, ...")
 
-        # Reads in the caller's code to which variables the results are assigned.
+        # Raises if the caller's code assigns the results to variables in another order.
         check_unpacking(objects, frame_of_caller())
         prepared = self._preparer.prepare(objects)
 
@@ -261,7 +261,7 @@ class World:
             seed_rank(self._run.settings.seed, self._run.collectives.data_parallel.rank)
             self._ranks_have_own_seeds = True
 
-        self._announce()
+        self._print_choices()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def loader(  # noqa: PLR0913 - one place for all options of a loader
@@ -297,8 +297,9 @@ class World:
                 `micro_batch_size`. It is the same on any number of ranks, and so are the statistics
                 of BatchNorm then.
             shares: how the batch is divided, `"1:2"` or `"auto"`; None: as set by `init`.
-            weight: returns a batch's weight in the mean, such as its number of tokens; the loss is
-                then the mean over the tokens. Called with the batch on the CPU.
+            weight: a function that returns a batch's weight in the mean, such as its number of
+                tokens: then every token counts the same, whatever batch it is in. It gets the batch
+                on the CPU.
             sample_rng: True to give every sample random numbers of its own, the same on any number
                 of devices; False for datasets that draw none, which are then read in whole batches.
             collate_fn: joins samples into a batch.
@@ -604,9 +605,10 @@ class World:
             state,
             world=self,
             replicas=self._preparer.virtual_ranks,
-            common_stream=self._preparer.streams,  # with virtual ranks, all ranks draw from one
+            # With virtual ranks, all ranks share one stream of random numbers.
+            common_stream=self._preparer.streams,
             memory=memory,
-            unsettled_world_state=self._state_dict_without_checks,
+            world_state_without_checks=self._state_dict_without_checks,
         )
 
     def _warn_of_unsaved_schedulers(self, folder: str | Path, state: dict[str, Any]) -> None:
@@ -679,13 +681,14 @@ class World:
         if self._closed:
             return
 
-        # First what concerns this rank alone, then the run is left, then what may raise an error.
+        # What concerns this rank alone.
         self._closed = True
         _steps_at_close = self.step  # the launcher asks for it when the script has ended
         _open_worlds.discard(self)
         atexit.unregister(process_group.close_at_exit)
         self._preparer.release()
         self._run.step.logged_passes.close_all()  # the script may still hold the iterator of a loop
+
         process_group.leave(self._run, failed=failed)
 
         # An extension may have deferred an error, which is raised here. The other ranks do not wait
@@ -696,12 +699,12 @@ class World:
             print_closing(
                 self._run.step,
                 self._run.checkpoint_folders,
-                traffic,
-                self.strategy,
+                network_traffic=traffic,
+                strategy=self.strategy,
                 resumed_step=self._resumed_step,
             )
 
-    def _announce(self) -> None:
+    def _print_choices(self) -> None:
         """Prints the choices that were made since the last call, on rank 0."""
         choices = self._preparer.choices
         self._preparer.choices = []

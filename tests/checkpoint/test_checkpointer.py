@@ -84,7 +84,7 @@ def test_facts_have_the_present_number_of_threads_also_of_steps_in_memory() -> N
     state = TrainingState(
         {"model": nn.Linear(2, 2)},
         world=world,
-        unsettled_world_state=world.state_dict,
+        world_state_without_checks=world.state_dict,
         replicas=None,
         random_states=RandomStates(collectives, None),
         settings=Settings(virtual_ranks=2),

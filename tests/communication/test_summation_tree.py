@@ -23,7 +23,7 @@ def sum_as_ranks(present: tuple[bool, ...], bounds: tuple[int, ...]) -> Any:
     nodes: list[Any] = []
     for rank, leaves in enumerate(sums.leaves_of_rank):
         nodes_of_rank = stacked(list(leaves), sums.merges_of_rank[rank])
-        assert len(nodes_of_rank) == sums.num_nodes_of_rank[rank]
+        assert len(nodes_of_rank) == sums.num_partial_sums_of_rank[rank]
         nodes += nodes_of_rank
     (total,) = stacked(nodes, sums.merges)
     return total

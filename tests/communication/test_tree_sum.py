@@ -82,12 +82,12 @@ def compare_with_naive_sums(machine_sizes: tuple[int, ...], slot_bytes: int | No
             assert torch.equal(total, expected * 0.25)
             # The same as a reduce-scatter of equal slices.
             padded = length + -length % world.size
-            slices_of_nodes = []
+            slices_of_partial_sums = []
             for node in push(sums, values):
                 whole = torch.nn.functional.pad(node, (0, padded - length))
-                slices_of_nodes.append(whole.chunk(world.size))
+                slices_of_partial_sums.append(whole.chunk(world.size))
             own = torch.empty(padded // world.size, dtype=dtype)
-            wait = sums.start_reduce_scatter(slices_of_nodes, own, scale=1.0)
+            wait = sums.start_reduce_scatter(slices_of_partial_sums, own, scale=1.0)
             wait()
             whole = torch.nn.functional.pad(expected, (0, padded - length))
             assert torch.equal(own, whole.chunk(world.size)[world.rank])

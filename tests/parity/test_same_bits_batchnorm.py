@@ -318,7 +318,7 @@ def test_statistics_of_the_global_batch_need_as_many_processes() -> None:
     assert founds[0].startswith("2 processes: in each layer a virtual rank needs the sums")
     assert founds[:3] == founds[:1] * 3
     assert founds[3].startswith("to check a device, a virtual rank is computed again by itself")
-    assert founds[4].startswith("it has a process_group of some ranks")
+    assert founds[4].startswith("the SyncBatchNorm has a process_group of some ranks")
 
 
 class OwnForward(nn.BatchNorm2d):

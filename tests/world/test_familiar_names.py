@@ -19,7 +19,7 @@ pytestmark = pytest.mark.unit
 
 OF_INIT = set(inspect.signature(lockstep.init).parameters)
 SUBMODULES = {module.name for module in pkgutil.iter_modules(lockstep.__path__)}
-TABLES = {**familiar_names.CODE_OF_WORLD_NAME, **familiar_names.CODE_OF_MODULE_NAME}
+TABLES = {**familiar_names.REPLACEMENT_OF_WORLD_NAME, **familiar_names.REPLACEMENT_OF_MODULE_NAME}
 
 
 def names_of_world(world: lockstep.World) -> set[str]:
@@ -41,16 +41,16 @@ def test_every_advice_names_what_exists() -> None:
             for method in re.findall(r"\)\.(\w+)\(\)", code):
                 assert hasattr(Checkpoint, method), (name, code)
         # What is there needs no advice, and what is not there has one.
-        assert public_names.isdisjoint(familiar_names.CODE_OF_WORLD_NAME)
+        assert public_names.isdisjoint(familiar_names.REPLACEMENT_OF_WORLD_NAME)
         known_to_module = set(lockstep.__all__) | SUBMODULES
-        assert known_to_module.isdisjoint(familiar_names.CODE_OF_MODULE_NAME)
-        expected = public_names - known_to_module - set(familiar_names.CODE_OF_MODULE_NAME)
+        assert known_to_module.isdisjoint(familiar_names.REPLACEMENT_OF_MODULE_NAME)
+        expected = public_names - known_to_module - set(familiar_names.REPLACEMENT_OF_MODULE_NAME)
         assert set(familiar_names.NAMES_OF_WORLD) == expected
 
 
 def test_a_name_of_another_library_is_an_error_with_ours() -> None:
     with lockstep.init() as world:
-        for name, code in familiar_names.CODE_OF_WORLD_NAME.items():
+        for name, code in familiar_names.REPLACEMENT_OF_WORLD_NAME.items():
             assert not hasattr(world, name)
             with pytest.raises(UnknownNameError, match=re.escape(f"do:    use {code} instead")):
                 getattr(world, name)

@@ -60,11 +60,12 @@ def said(**options: Any) -> tuple[list[str], list[str]]:
         with lockstep.init(**of_run) as world:
             model = mlp(batch_norm=True)
             rows = world._preparer.choices
-            announce, world._announce = world._announce, lambda: None  # type: ignore[method-assign]
+            print_choices = world._print_choices
+            world._print_choices = lambda: None  # type: ignore[method-assign]
             world.prepare(model)
             world.loader(tensors(24), 24, **options.get("of_loader", {}))
             chosen = [f"{row.value}: {row.reason}" for row in rows if row.name == "batchnorm"]
-            del announce
+            del print_choices
     return [str(w.message) for w in caught if issubclass(w.category, LockstepWarning)], chosen
 
 

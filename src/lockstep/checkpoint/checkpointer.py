@@ -178,8 +178,8 @@ class Checkpoint:
         common_stream: the random stream that all ranks share if virtual ranks train one model.
         memory: True to keep each step in memory, and to fail if that is not possible; False to
             keep none. None: as the launcher decides.
-        unsettled_world_state: returns the same as `world.state_dict`, but without asking the checks
-            for results that they still hold back, which may take as long as a step.
+        world_state_without_checks: returns the same as `world.state_dict`, but without asking the
+            checks for results that they still hold back, which may take as long as a step.
 
     Raises:
         UsageError: there is nothing to save, or one of the objects has no `state_dict`.
@@ -197,7 +197,7 @@ class Checkpoint:
         replicas: Replicas | None = None,
         common_stream: CommonStream | None = None,
         memory: bool | None = None,
-        unsettled_world_state: Callable[[], dict[str, Any]] | None = None,
+        world_state_without_checks: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         check_state(state)
         self.folder = Path(folder)
@@ -214,7 +214,7 @@ class Checkpoint:
         self._state = TrainingState(
             state,
             world=world,
-            unsettled_world_state=unsettled_world_state or world.state_dict,
+            world_state_without_checks=world_state_without_checks or world.state_dict,
             replicas=replicas,
             random_states=self._random_states,
             settings=run.settings,

@@ -86,7 +86,7 @@ class TrainingState:
     Args:
         objects: the objects that the script has named, by name.
         world: the `World`, whose own state is a part of it.
-        unsettled_world_state: returns the same as `world.state_dict`, but without asking the checks
+        world_state_without_checks: returns the same as `world.state_dict`, but without asking the checks
             for results that they still hold back, which may take as long as a step.
         replicas: DiLoCo's replicas; None if all ranks train one model.
         random_states: the random states of the ranks.
@@ -99,7 +99,7 @@ class TrainingState:
         objects: Mapping[str, Any],
         *,
         world: CheckpointWorld,
-        unsettled_world_state: Callable[[], dict[str, Any]],
+        world_state_without_checks: Callable[[], dict[str, Any]],
         replicas: Replicas | None,
         random_states: RandomStates,
         settings: Settings,
@@ -107,7 +107,7 @@ class TrainingState:
     ) -> None:
         self._objects = dict(objects)
         self._world = world
-        self._unsettled_world_state = unsettled_world_state
+        self._world_state_without_checks = world_state_without_checks
         self._replicas = replicas
         self._random_states = random_states
         self._settings = settings
@@ -178,7 +178,7 @@ class TrainingState:
 
     def _take_states(self) -> dict[str, Any]:
         """Returns the present states by name, as `collect` does, but without waiting for checks."""
-        states: dict[str, Any] = {"world": self._unsettled_world_state()}
+        states: dict[str, Any] = {"world": self._world_state_without_checks()}
         for name, value in self._objects.items():
             if isinstance(value, nn.Module):
                 states[name] = self._plain_states[name].take()

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lockstep.communication import routing
 from lockstep.communication.quantize import wide_dtype
-from lockstep.communication.quantized_sum import State, do_nothing, have_same_shapes
+from lockstep.communication.quantized_sum import State, have_same_shapes
+from lockstep.communication.shared_memory import do_nothing
 
 # A matrix is sent as it is if its narrow matrices would not be smaller by this factor.
 MIN_REDUCTION = 2
@@ -164,16 +165,16 @@ class LowRankSum:
     def _decompress(self) -> None:
         """Replaces each matrix M, a view of `values`, by its sum; updates the residuals.
 
-        The sum of M over the ranks is approximated by S = P Q^T. Each rank's share of it is
-        S / num_ranks. What this share lacks of the rank's own M is still to be sent, and becomes
-        the residual: M - S / num_ranks.
+        The sum of M over the ranks is approximated by S = P Q^T, where Q is already summed over the
+        ranks. Of this sum, S / num_ranks counts as this rank's share. The residual is the part of
+        the rank's own M that the share does not contain: M - S / num_ranks.
         """
         num_ranks = dist.get_world_size()
-        factors = zip(self._lefts, self._rights(), strict=True)  # P, and Q summed over the ranks
-        residuals = self._residuals()  # views of `state["residual"]`
-        for matrix, (left, right), residual in zip(self._matrices, factors, residuals, strict=True):
+        for matrix, left, right, residual in zip(
+            self._matrices, self._lefts, self._rights(), self._residuals(), strict=True
+        ):
             sum_of_matrix = left @ right.T
-            torch.sub(matrix, sum_of_matrix, alpha=1.0 / num_ranks, out=residual)  # M - S / ranks
+            torch.sub(matrix, sum_of_matrix, alpha=1.0 / num_ranks, out=residual)
             matrix.copy_(sum_of_matrix)
         self._forget_nan_and_infinity()
 

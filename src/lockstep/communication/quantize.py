@@ -28,14 +28,14 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def encode(values: Tensor, method: Method, lost: Tensor | None = None) -> Tensor:
+def encode(values: Tensor, method: Method, errors_out: Tensor | None = None) -> Tensor:
     """Encodes rows of numbers as rows of bytes.
 
     Args:
         values: contiguous tensor of shape `(rows, n)`, where n is a positive multiple of `BLOCK`.
         method: how the numbers are quantized.
-        lost: tensor like `values`, which is filled with the rounding errors (0 where an error is
-            not finite). It is not written for bf16.
+        errors_out: tensor like `values`, which is filled with the rounding errors (0 where an error
+            is not finite). It is not written for bf16.
 
     Returns:
         A tensor of dtype uint8, of shape `(rows, 2 n)` for bf16, `(rows, n + 4 n / BLOCK)` for
@@ -48,7 +48,7 @@ def encode(values: Tensor, method: Method, lost: Tensor | None = None) -> Tensor
     # For each block, with integers from -L to L as codes:
     #     scale = max(abs(values)) / L
     #     code = round(value / scale)
-    #     lost = value - code * scale
+    #     error = value - code * scale
     # `codes` and `scales` make up the result. They are filled through views in which each block is
     # a row.
     num_rows, length = values.shape
@@ -57,7 +57,7 @@ def encode(values: Tensor, method: Method, lost: Tensor | None = None) -> Tensor
     blocks = values.view(-1, BLOCK)
     code_blocks = codes.view(-1, BLOCK)
     scale_of_block = scales.view(-1, 1)
-    lost_blocks = None if lost is None else lost.view(-1, BLOCK)
+    error_blocks = None if errors_out is None else errors_out.view(-1, BLOCK)
     num_blocks = len(blocks)
 
     # A GPU encodes all blocks at once, a CPU as many as fit into its cache.
@@ -77,8 +77,8 @@ def encode(values: Tensor, method: Method, lost: Tensor | None = None) -> Tensor
         result.round_()
         code_blocks[chosen_blocks].copy_(result)
 
-        if lost_blocks is not None:
-            errors = lost_blocks[chosen_blocks]
+        if error_blocks is not None:
+            errors = error_blocks[chosen_blocks]
             result.mul_(scale)  # the values that `decode` will return
             torch.sub(wide, result, out=errors)
             # A NaN shows in the sum of this step, but must not be added to all later steps.

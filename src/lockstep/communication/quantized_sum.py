@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.communication import routing
 from lockstep.communication.quantize import BLOCK, Method, decode, encode, wide_dtype
-from lockstep.communication.shared_memory import SharedMemory
+from lockstep.communication.shared_memory import SharedMemory, do_nothing
 
 State = Mapping[str, Tensor]
 
@@ -31,8 +31,8 @@ class Peers(NamedTuple):
 
     size: int
     """Number of peers."""
-    number: int
-    """The number of the peer that this rank belongs to."""
+    own_index: int
+    """The index of the peer that this rank belongs to."""
     shared: SharedMemory | None = None
     """If a peer is a machine, the memory in which its ranks add up their vectors first."""
     local_size: int = 1
@@ -52,14 +52,14 @@ def find_peers(device: torch.device) -> Peers:
     # Without shared memory, or with a single machine, every rank is a peer.
     shared = routing.shared_memory() if device.type == "cpu" else None
     if shared is None or shared.group_across_machines is None:
-        return Peers(size=dist.get_world_size(), number=dist.get_rank())
+        return Peers(size=dist.get_world_size(), own_index=dist.get_rank())
 
     # Otherwise every machine is a peer. The group across machines has one rank of each machine, so
     # its size is the number of machines, and this rank's number in it is that of this machine.
     num_machines = dist.get_world_size(shared.group_across_machines)
     return Peers(
         size=num_machines,
-        number=dist.get_rank(shared.group_across_machines),
+        own_index=dist.get_rank(shared.group_across_machines),
         shared=shared,
         local_size=dist.get_world_size() // num_machines,
     )
@@ -113,7 +113,7 @@ class QuantizedSum:
 
         if method != "bf16":
             peers = self._peers
-            self.state["peers"] = torch.tensor((peers.size, peers.local_size, peers.number))
+            self.state["peers"] = torch.tensor((peers.size, peers.local_size, peers.own_index))
             self.state["residual"] = torch.zeros(
                 len(self._padded) // peers.local_size, dtype=dtype, device=like.device
             )
@@ -136,9 +136,9 @@ class QuantizedSum:
         Call `advance` and `end` next. Calls for other sums may come in between, as long as all
         ranks make all calls in the same order.
         """
-        # `values` is the first part of `_padded`, and the rest is padding. The last sum was written
-        # over the padding too: it may hold NaN, which would now spoil the scale of the block that
-        # `values` ends with.
+        # `values` is the first part of `_padded`, and the rest is padding. The previous sum was
+        # also written to the padding. A NaN there would spoil the quantization scale of the last
+        # block of `values`, which ends within the padding.
         self._padded[len(self.values) :] = 0.0
         shared = self._peers.shared
         if shared is None:
@@ -164,15 +164,17 @@ class QuantizedSum:
         total = self._chunks.new_zeros(shape_of_chunk)
         buffer = self._chunks.new_empty(shape_of_chunk)
         for peer, encoded_chunk in enumerate(torch.split(self._received_chunks, 1)):
-            if peer == peers.number:
+            if peer == peers.own_index:
                 total += self._chunks[peer]
             else:
                 total += decode(encoded_chunk, self._method, out=buffer)
 
         # `encode` also writes its rounding errors to the residual of this peer's chunk.
         residuals = self._residuals
-        own_residual = None if residuals is None else residuals[peers.number : peers.number + 1]
-        encoded_total = encode(total, self._method, own_residual)
+        own_residual = (
+            None if residuals is None else residuals[peers.own_index : peers.own_index + 1]
+        )
+        encoded_total = encode(total, self._method, errors_out=own_residual)
 
         # Send the sum of this peer's chunk to every peer, and receive the sums of all chunks.
         sent = encoded_total.expand(peers.size, -1)
@@ -215,13 +217,9 @@ class QuantizedSum:
     def _start_exchange(self, shard: Tensor) -> Callable[[], None]:
         """Begins to send this rank's values, one chunk to each peer (step 1 of the class).
 
-        The residual is added to them, and becomes the rounding errors of what is sent. On peer 0
-        of 2 peers:
-
-            chunk                         0                          1
-            sent to                       itself, and not used       peer 1
-            residual after this           not used                   errors of the chunk
-            residual after `advance`      errors of the chunk's sum  errors of the chunk
+        The residual of each chunk, which is the rounding error of the previous step, is added to
+        the chunk, and is replaced by the new rounding error. The peer's own chunk is not sent: its
+        residual becomes the rounding error of the chunk's sum, in `advance`.
 
         Args:
             shard: the values that this rank sends: if the peer is a rank, its whole vector; if it
@@ -240,9 +238,8 @@ class QuantizedSum:
         if residuals is not None:
             self._chunks += residuals
 
-        # This fills the residuals with the rounding errors. It encodes this peer's own chunk too,
-        # since all chunks are encoded in one operation.
-        encoded = encode(self._chunks, self._method, residuals)
+        # This peer's own chunk is encoded only because one operation encodes all chunks.
+        encoded = encode(self._chunks, self._method, errors_out=residuals)
         self._received_chunks = torch.empty_like(encoded)
         self._wait_for_chunks = routing.start_all_to_all(
             self._received_chunks, encoded, peers.group
@@ -259,7 +256,3 @@ class QuantizedSum:
         """The residual of each chunk, `(peers, values)`: a view of the state. None with bf16."""
         residual = self.state.get("residual")
         return None if residual is None else residual.view(self._peers.size, -1)
-
-
-def do_nothing() -> None:
-    """Does nothing: the function to call where there is nothing to wait for."""

@@ -265,8 +265,7 @@ class SharedMemory:
         timeout_s: how long a rank may wait for the others, in seconds.
         group_across_machines: process group of the ranks that have the same local rank on all
             machines; None if there is one machine.
-        machine_number: number of this machine if the ranks are numbered machine by machine, else
-            None.
+        has_consecutive_ranks: True if the ranks are numbered machine by machine.
     """
 
     def __init__(
@@ -276,10 +275,11 @@ class SharedMemory:
         pids: Mapping[int, int],
         timeout_s: float,
         group_across_machines: dist.ProcessGroup | None = None,
-        machine_number: int | None = None,
+        *,
+        has_consecutive_ranks: bool = False,
     ) -> None:
         self.group_across_machines = group_across_machines
-        self.machine_number = machine_number
+        self.has_consecutive_ranks = has_consecutive_ranks
         self.ranks = list(pids)
         """The ranks of this machine."""
         self._pids = dict(pids)
@@ -415,10 +415,10 @@ class SharedMemory:
             tensor: see `all_reduce`.
             op: see `all_reduce`.
             scale: see `all_reduce`.
-            start_between_machines: function that replaces the all-reduce between the machines. It
-                gets this rank's slice of the sum over this machine, and begins to sum the slice
-                over the machines, in place. It returns a function that waits for the result. It
-                also adds the bytes that it sends to `traffic.sent`.
+            start_between_machines: function that sums this rank's slice over the machines instead
+                of an all-reduce, e.g. compressed. `start_between_machines(own_slice)` begins to
+                sum the slice in place, adds the bytes that it sends to `traffic.sent`, and returns
+                a function that waits for the sum.
         """
         # First within the machine: each rank reduces one slice. The slices are views of the tensor,
         # so all results below are written into the tensor.
@@ -429,66 +429,78 @@ class SharedMemory:
 
         # Then between the machines: ranks with the same local rank reduce their slices.
         own_slice = slices[self._local_rank]
-        wait: Callable[[], object] | None = None
-        group = self.group_across_machines
-        if start_between_machines is not None:
-            wait = start_between_machines(own_slice)
-        elif group is not None and own_slice.numel():
-            work = cast(dist.Work, dist.all_reduce(own_slice, op, group, async_op=True))
-            wait = partial(traffic.wait, work.wait)
-            traffic.sent += all_reduce_bytes(own_slice.nbytes, dist.get_world_size(group))
+        if start_between_machines is None:
+            start_between_machines = partial(self._start_reduce_between_machines, op=op)
+        wait_for_other_machines = start_between_machines(own_slice)
 
         def end() -> None:
             """Waits for the other machines, then gathers the slices of this machine's ranks."""
-            if wait is not None:
-                wait()
+            wait_for_other_machines()
             with self._calling("all_gather", tensor):
                 self._gather(slices)
 
         return end
 
+    def _start_reduce_between_machines(self, own_slice: Tensor, op: Any) -> Callable[[], object]:
+        """Begins to reduce this rank's slice over the machines, in place.
+
+        Returns:
+            A function that waits for the result.
+        """
+        group = self.group_across_machines
+        if group is None or own_slice.numel() == 0:
+            return do_nothing
+
+        work = cast(dist.Work, dist.all_reduce(own_slice, op, group, async_op=True))
+        traffic.sent += all_reduce_bytes(own_slice.nbytes, dist.get_world_size(group))
+        return partial(traffic.wait, work.wait)
+
     def sum_in_tree(
-        self, nodes: Sequence[Tensor], total: Tensor, order: TreeOrder, *, scale: float = 1.0
+        self, partial_sums: Sequence[Tensor], total: Tensor, order: TreeOrder, *, scale: float = 1.0
     ) -> None:
         """Sums over virtual ranks in the order of their tree; writes the sum to `total`.
 
         All ranks must be on this machine. Errors are those of `all_reduce`.
 
         Args:
-            nodes: this rank's partial sums, the values of nodes of the tree (`summation_tree`):
-                flat tensors as long as `total`. They are overwritten, and `total` may be one of
-                them.
+            partial_sums: this rank's partial sums, which are values of nodes of the tree
+                (`summation_tree`): flat tensors as long as `total`. They are overwritten, and
+                `total` may be one of them.
             total: flat tensor with the same dtype and number of elements on all ranks.
-            order: how many nodes each rank has, and in which order they are added.
+            order: how many partial sums each rank has, and in which order they are added.
             scale: factor by which the sum is multiplied.
         """
-        # Each node of each rank is a tensor as long as `total`.
-        max_nodes_of_rank = max(order.num_nodes_of_rank)
-        num_nodes_of_all = sum(order.num_nodes_of_rank)
-        nodes_fit_into_slot = total.nbytes * max_nodes_of_rank <= self._slot_bytes
-        are_quick_to_read = total.nbytes * num_nodes_of_all <= MAX_BYTES_READ_BY_ALL
+        # Each partial sum of each rank is a tensor as long as `total`.
+        max_partial_sums_of_rank = max(order.num_partial_sums_of_rank)
+        num_partial_sums_of_all = sum(order.num_partial_sums_of_rank)
+        partial_sums_fit_into_slot = total.nbytes * max_partial_sums_of_rank <= self._slot_bytes
+        are_quick_to_read = total.nbytes * num_partial_sums_of_all <= MAX_BYTES_READ_BY_ALL
 
         with self._calling("all_reduce", total, how=" in a tree"):
-            if nodes_fit_into_slot and are_quick_to_read:
-                # A small tensor: every rank reads the nodes of all ranks, and sums them whole.
-                self._sum_tree_by_all(nodes, total, order, scale)
+            if partial_sums_fit_into_slot and are_quick_to_read:
+                # A small tensor: every rank reads the partial sums of all ranks, and sums them
+                # whole.
+                self._sum_tree_by_all(partial_sums, total, order, scale)
             else:
-                self._sum_tree_in_slices(nodes, total, order, scale)
+                self._sum_tree_in_slices(partial_sums, total, order, scale)
 
-        # A rank without nodes still writes its slice of the total: counted as one tensor.
-        num_tensors_written = max(1, len(nodes))
-        traffic.shared += total.nbytes * num_tensors_written
+        if partial_sums:
+            traffic.shared += total.nbytes * len(partial_sums)
+        else:
+            # This rank has still written its slice of the total, which is counted as a whole
+            # tensor.
+            traffic.shared += total.nbytes
 
     def _sum_tree_in_slices(
-        self, nodes: Sequence[Tensor], total: Tensor, order: TreeOrder, scale: float
+        self, partial_sums: Sequence[Tensor], total: Tensor, order: TreeOrder, scale: float
     ) -> None:
         """Sums a large tensor in the order of a tree: each rank sums one slice of it.
 
         Args:
-            nodes: this rank's partial sums (nodes of the tree), each as long as `total`. They are
+            partial_sums: this rank's partial sums, each as long as `total`. They are
                 overwritten.
             total: tensor that the sum is written to.
-            order: how many nodes each rank has, and in which order they are added.
+            order: how many partial sums each rank has, and in which order they are added.
             scale: factor by which the sum is multiplied.
         """
         slices_of_total = torch.tensor_split(total, self._local_size)
@@ -496,9 +508,11 @@ class SharedMemory:
 
         # The sum of this rank's slice is written to `own_slice`, which is a part of `total`.
         self._reduce_scatter_in_tree(
-            slices_of_nodes=[torch.tensor_split(node, self._local_size) for node in nodes],
+            slices_of_partial_sums=[
+                torch.tensor_split(partial_sum, self._local_size) for partial_sum in partial_sums
+            ],
             totals=[own_slice],
-            num_nodes_of_rank=order.num_nodes_of_rank,
+            num_partial_sums_of_rank=order.num_partial_sums_of_rank,
             merges=order.merges,
             numel=total.numel(),
             dtype=total.dtype,
@@ -511,9 +525,9 @@ class SharedMemory:
 
     def reduce_scatter_in_tree(
         self,
-        slices_of_nodes: Sequence[Sequence[Tensor]],
+        slices_of_partial_sums: Sequence[Sequence[Tensor]],
         totals: Sequence[Tensor],
-        num_nodes_of_rank: Sequence[int],
+        num_partial_sums_of_rank: Sequence[int],
         merges: Sequence[int],
         *,
         like: Tensor,
@@ -534,27 +548,27 @@ class SharedMemory:
         Errors are those of `all_reduce`.
 
         Args:
-            slices_of_nodes: this rank's partial sums (nodes of the tree), each cut into one slice
-                for each rank: `slices_of_nodes[n][r]` is the slice of partial sum n that rank r
-                adds up. The slices are as long as those of `torch.tensor_split(like, ranks)`. They
-                are overwritten.
+            slices_of_partial_sums: this rank's partial sums, each cut into one slice for each rank:
+                `slices_of_partial_sums[n][r]` is the slice of partial sum n that rank r adds up.
+                The slices are as long as those of `torch.tensor_split(like, ranks)`. They are
+                overwritten.
             totals: for each result, the tensor that this rank's slice of it is written to.
-            num_nodes_of_rank: for each rank of this machine, how many partial sums it has.
+            num_partial_sums_of_rank: for each rank of this machine, how many partial sums it has.
             merges: for each partial sum of all ranks, how many additions follow its push.
-            like: any tensor with the dtype and the number of elements of a whole partial sum; its
-                values are not read.
+            like: any tensor with the dtype and the number of elements of a whole partial sum, i.e.
+                of all its slices together. Its values are not read.
         """
         # " in a tree" distinguishes this call from other reduce-scatters when ranks compare calls.
         with self._calling("reduce_scatter", like, how=" in a tree"):
             self._reduce_scatter_in_tree(
-                slices_of_nodes,
+                slices_of_partial_sums,
                 totals,
-                num_nodes_of_rank,
+                num_partial_sums_of_rank,
                 merges,
                 numel=like.numel(),
                 dtype=like.dtype,
             )
-        traffic.shared += like.nbytes * len(slices_of_nodes)
+        traffic.shared += like.nbytes * len(slices_of_partial_sums)
 
     def gather_slices(self, slices: Sequence[Tensor], whole: Tensor) -> None:
         """Copies the slice of each rank of this machine to all its other ranks.
@@ -584,9 +598,9 @@ class SharedMemory:
             for start in range(0, max(1, len(own)), piece_numel):
                 piece = own[start : start + piece_numel]
 
-                # Each rank has two slots, used in turn: other ranks may still read the previous
-                # piece from the other one. They are done with it at the next barrier, and only then
-                # is that slot used again.
+                # Each rank has two slots, A and B, used in turn: it writes piece 0 to A, 1 to B, 2
+                # to A again. By then all ranks have passed the barrier of piece 1, so none of them
+                # still reads piece 0.
                 slots = self._next_slots(own.dtype)
                 slots[self._local_rank][: len(piece)].copy_(piece)
                 self._barrier()
@@ -707,27 +721,27 @@ class SharedMemory:
                 total = combine(total, contributions[peer], out=out)
 
     def _sum_tree_by_all(
-        self, nodes: Sequence[Tensor], total: Tensor, order: TreeOrder, scale: float
+        self, partial_sums: Sequence[Tensor], total: Tensor, order: TreeOrder, scale: float
     ) -> None:
-        """Sums a small tensor in the order of a tree: every rank reads the nodes of all ranks.
+        """Sums a small tensor in the order of a tree: every rank sums the whole of it.
 
         Args:
-            nodes: this rank's partial sums (nodes of the tree), each as long as `total`.
+            partial_sums: this rank's partial sums, each as long as `total`.
             total: tensor that the sum is written to.
-            order: how many nodes each rank has, and in which order they are added.
+            order: how many partial sums each rank has, and in which order they are added.
             scale: factor by which the sum is multiplied.
         """
-        # Write this rank's nodes to its slot, one after the other.
+        # Write this rank's partial sums to its slot, one after the other.
         numel = len(total)
         slots = self._next_slots(total.dtype)
-        for index, node in enumerate(nodes):
-            slots[self._local_rank][index * numel : (index + 1) * numel].copy_(node)
+        for index, partial_sum in enumerate(partial_sums):
+            slots[self._local_rank][index * numel : (index + 1) * numel].copy_(partial_sum)
         self._barrier()
 
-        # Read the nodes of all ranks, in the order of the ranks.
+        # Read the partial sums of all ranks, in the order of the ranks.
         values: list[Tensor] = []
-        for slot, num_nodes in zip(slots, order.num_nodes_of_rank, strict=True):
-            for index in range(num_nodes):
+        for slot, num_partial_sums in zip(slots, order.num_partial_sums_of_rank, strict=True):
+            for index in range(num_partial_sums):
                 values.append(slot[index * numel : (index + 1) * numel])
 
         # The values in the slots must not be overwritten, because other ranks read them too.
@@ -737,9 +751,9 @@ class SharedMemory:
 
     def _reduce_scatter_in_tree(
         self,
-        slices_of_nodes: Sequence[Sequence[Tensor]],
+        slices_of_partial_sums: Sequence[Sequence[Tensor]],
         totals: Sequence[Tensor],
-        num_nodes_of_rank: Sequence[int],
+        num_partial_sums_of_rank: Sequence[int],
         merges: Sequence[int],
         *,
         numel: int,
@@ -758,38 +772,38 @@ class SharedMemory:
         shortest_slice, num_longer = divmod(numel, local_size)
         own_length = shortest_slice + (1 if local_rank < num_longer else 0)
         longest_slice = shortest_slice + (1 if num_longer else 0)
-        most_nodes = max(1, *num_nodes_of_rank)
+        most_partial_sums = max(1, *num_partial_sums_of_rank)
 
-        # A slot holds a piece for each pair of a node of its rank and a rank that sums.
-        piece_numel = self._slot_bytes // dtype.itemsize // (local_size * most_nodes)
+        # A slot holds a piece for each pair of a partial sum of its rank and a rank that sums.
+        piece_numel = self._slot_bytes // dtype.itemsize // (local_size * most_partial_sums)
         for start in range(0, longest_slice, piece_numel):
             slots = self._next_slots(dtype)
-            pieces_of_slot = []  # `pieces_of_slot[rank][node * local_size + rank_that_sums]`
+            pieces_of_slot = []  # `pieces_of_slot[rank][index * local_size + rank_that_sums]`
             for slot in slots:
                 pieces_of_slot.append(
-                    torch.split(slot[: piece_numel * local_size * most_nodes], piece_numel)
+                    torch.split(slot[: piece_numel * local_size * most_partial_sums], piece_numel)
                 )
 
             # Write the pieces that the other ranks sum to this rank's slot.
-            for node, slices in enumerate(slices_of_nodes):
+            for index, slices in enumerate(slices_of_partial_sums):
                 for peer, peer_slice in enumerate(slices):
                     piece = peer_slice[start : start + piece_numel]
                     if peer != local_rank:
-                        target = pieces_of_slot[local_rank][node * local_size + peer]
+                        target = pieces_of_slot[local_rank][index * local_size + peer]
                         target[: len(piece)].copy_(piece)
 
             self._barrier()
 
-            # Collect the pieces that this rank sums, node by node in the order of the ranks.
+            # Collect the pieces that this rank sums, in the order of the ranks.
             own_piece_length = max(0, min(piece_numel, own_length - start))
             values = []
-            for peer, num_nodes in enumerate(num_nodes_of_rank):
-                for node in range(num_nodes):
+            for peer, num_partial_sums in enumerate(num_partial_sums_of_rank):
+                for index in range(num_partial_sums):
                     if peer == local_rank:
-                        own_slice = slices_of_nodes[node][local_rank]
+                        own_slice = slices_of_partial_sums[index][local_rank]
                         values.append(own_slice[start : start + piece_numel])
                     else:
-                        source = pieces_of_slot[peer][node * local_size + local_rank]
+                        source = pieces_of_slot[peer][index * local_size + local_rank]
                         values.append(source[:own_piece_length])
 
             # No other rank reads these pieces, so partial sums may overwrite them.
@@ -809,8 +823,9 @@ class SharedMemory:
         for start in range(0, max(1, longest), piece_numel):
             pieces = [part[start : start + piece_numel] for part in parts]
 
-            # Each rank has two slots, used in turn: this piece is written to one while other ranks
-            # may still read the previous piece from the other.
+            # Each rank has two slots, A and B, used in turn: it writes piece 0 to A, 1 to B, 2 to A
+            # again. By then all ranks have passed the barrier of piece 1, so none of them still
+            # reads piece 0.
             slots = self._next_slots(parts[0].dtype)
             own_piece = pieces[self._local_rank]
             slots[self._local_rank][: len(own_piece)].copy_(own_piece)
@@ -832,19 +847,18 @@ class SharedMemory:
     def _calling(self, op: str, tensor: Tensor, how: str = "") -> Iterator[None]:
         """Surrounds a collective: records the call, and makes later calls raise if it fails.
 
-        `_num_begun` and `num_completed` count the calls. They are equal between two calls.
-
         Args:
-            op: name of the collective.
+            op: name of the collective, e.g. "broadcast".
             tensor: the tensor that it is called with.
-            how: text after the name in the description by which ranks compare their calls.
+            how: text that follows the name where ranks compare their calls, e.g. " from rank 2".
         """
         with self._lock, torch.no_grad():
             if self._is_closed:
                 raise dist.DistNetworkError("shared memory: after world.close()")
 
             self._raise_if_last_call_is_incomplete()
-            self._record_call(op, tensor, how)
+            self._num_begun += 1
+            self._record_call(self._num_begun, op, tensor, how)
 
             try:
                 yield
@@ -864,11 +878,15 @@ class SharedMemory:
         if self.num_completed < self._num_begun:
             raise dist.DistNetworkError(self._error_if_incomplete)
 
-    def _record_call(self, op: str, tensor: Tensor, how: str) -> None:
-        """Records that a collective begins; see `_calling`."""
-        self._num_begun += 1
-        number = self._num_begun
+    def _record_call(self, number: int, op: str, tensor: Tensor, how: str) -> None:
+        """Records that a collective begins.
 
+        Args:
+            number: number of the call on this rank.
+            op: name of the collective, e.g. "broadcast".
+            tensor: the tensor that it is called with.
+            how: text that follows the name where ranks compare their calls, e.g. " from rank 2".
+        """
         # The message of the error that later calls raise if this one does not complete.
         self._error_if_incomplete = f"shared memory: {op} number {number} did not finish"
         shape = tuple(tensor.shape)
@@ -917,23 +935,21 @@ class SharedMemory:
         parity = self._num_barriers % 2
         barrier = self._barrier_of_parity[parity]
 
-        description = self._description_to_compare
-        if description is None:  # a later barrier of the call
-            self._wait_for_others(barrier)
-            return
+        description = self._description_to_compare  # None in the later barriers of a call
+        if description is not None:
+            self._write_description(description, parity)
 
-        self._write_description(description, parity)
         self._wait_for_others(barrier)
-        self._description_to_compare = None
-        self._compare_with_other_ranks(description, parity)
+
+        if description is not None:
+            self._description_to_compare = None
+            self._compare_with_other_ranks(description, parity)
 
     def _wait_for_others(self, barrier: _Barrier) -> None:
         """Waits until all ranks have arrived. Each rank waits at a semaphore of its own.
 
-        rank                    posts on arrival    waits for         posts then
-        each of up to 8         all others          posts of all      -
-        the first of more       -                   posts of all      all others
-        another one of more     the first           a post of it      -
+        Up to 8 ranks post each other's semaphores on arrival. With more ranks, all others post the
+        semaphore of the first rank, which waits for all these posts and then posts theirs.
         """
         for semaphore in barrier.posted_on_arrival:
             self._semaphores.post(semaphore)
@@ -997,7 +1013,7 @@ class SharedMemory:
         if absent_ranks:
             late = f"{format_ranks(absent_ranks)} did not come"
         else:
-            # The first rank has not woken this one, which can happen with more than 8 ranks.
+            # More than 8 ranks are woken by the first rank, which has not woken this one.
             late = "all ranks have come, but one did not go on"
         return dist.DistNetworkError(
             f"shared memory: {late} within {self._timeout_s:g} s to {call}"
@@ -1022,11 +1038,12 @@ class SharedMemory:
         if is_first_rank or self._local_size <= MAX_RANKS_OF_FLAT_BARRIER:
             return self._ended(self._awaited_ranks())
 
-        # Case 2. The first rank may even be at a later barrier, if it has just woken this rank. It
-        # does not look at the others if an error has ended its collective.
-        progress = self._read_progress(local_rank=0)
-        first_rank_has_arrived = progress.num_barriers >= self._num_barriers
-        if first_rank_has_arrived and not progress.has_left_collective:
+        # Case 2. The first rank may even be at a later barrier, if it has just woken this rank. If
+        # an error has ended its collective, it waits no longer.
+        first = self._read_progress(local_rank=0)
+        first_rank_has_arrived = first.num_barriers >= self._num_barriers
+        first_rank_looks_at_others = first_rank_has_arrived and not first.has_left_collective
+        if first_rank_looks_at_others:
             return self._ended([first_rank])
 
         # Case 3. The first rank is looked at last: it may have ended only because another one had.
@@ -1108,7 +1125,7 @@ def add_in_tree(
             value is left, its tensor may also be one of `values`.
         overwrite: True if partial sums may overwrite `values`.
     """
-    additions_left = sum(merges)
+    num_additions_left = sum(merges)
     has_one_total = len(totals) == 1
 
     stack: list[Tensor] = []
@@ -1117,21 +1134,21 @@ def add_in_tree(
         for _ in range(num_merges):
             right = stack.pop()
             left = stack.pop()
-            additions_left -= 1
+            num_additions_left -= 1
+            is_last_addition = num_additions_left == 0
 
-            # The result of the last addition is the total. If the total's tensor is one of the
-            # values, it may be overwritten now: no value is needed any more.
-            is_total = additions_left == 0 and has_one_total
-            if is_total:
-                stack.append(torch.add(left, right, out=totals[0]))
+            # The sum is written to `out`. Only the last addition writes to the total, which may be
+            # one of the values: no other value is needed then.
+            out = None  # a new tensor
+            if is_last_addition and has_one_total:
+                out = totals[0]
             elif overwrite:
-                stack.append(left.add_(right))
-            else:
-                stack.append(left + right)
+                out = left
+            stack.append(torch.add(left, right, out=out))
 
     for result, total in zip(stack, totals, strict=True):
-        is_in_total = result.data_ptr() == total.data_ptr()
-        if not is_in_total:
+        is_already_there = result.data_ptr() == total.data_ptr()
+        if not is_already_there:
             total.copy_(result)
 
 
@@ -1179,15 +1196,19 @@ def open_shared_memory(
         )
         who_shares = f"{len(ranks)} ranks a machine sum up there; each sends its part to the others"
 
-    # The machine has a number only if ranks are numbered machine by machine.
     all_ranks: list[int] = []
     for ranks_there in ranks_of_machine.values():
         all_ranks += ranks_there
-    machine_number = None
-    if all_ranks == sorted(all_ranks):
-        machine_number = ranks[0] // len(ranks)
+    are_numbered_by_machine = all_ranks == sorted(all_ranks)
 
-    shared = SharedMemory(memory, rank, pids, timeout_s, group_across_machines, machine_number)
+    shared = SharedMemory(
+        memory,
+        rank,
+        pids,
+        timeout_s,
+        group_across_machines,
+        has_consecutive_ranks=are_numbered_by_machine,
+    )
     return shared, who_shares
 
 
@@ -1199,7 +1220,8 @@ def _map_on_machine(
     Args:
         rank: rank of this process in the run.
         ranks: the ranks of this machine.
-        exchange: see `open_shared_memory`.
+        exchange: function that takes this rank's value, and returns the values of all ranks of the
+            run, in the order of the ranks.
 
     Returns:
         The memory, the process ID of each rank of this machine, and "". If memory cannot be shared
@@ -1216,7 +1238,7 @@ def _map_on_machine(
                 problem = f"no memory can be shared: {error}"
 
         # All ranks of the machine map the memory that its first rank offers.
-        offers_of_ranks = exchange([offer, problem])
+        offers_of_ranks = exchange([offer, problem])  # of all ranks of the run
         offer, problem = offers_of_ranks[ranks[0]]
         memory = None
         if not problem:
@@ -1305,7 +1327,11 @@ def _as_rows(slots: Sequence[Tensor], length: int) -> Tensor:
 
 def _skip_other_machines(shard: Tensor) -> Callable[[], None]:
     """Does nothing where `start_all_reduce` would sum a slice over the other machines."""
-    return lambda: None
+    return do_nothing
+
+
+def do_nothing() -> None:
+    """Does nothing: the function that waits for a sum that is complete already."""
 
 
 def _describe_op(op: Any) -> str:

@@ -80,7 +80,7 @@ class TreeOrder(NamedTuple):
     """For each rank, its leaves that are present."""
     merges_of_rank: tuple[tuple[int, ...], ...]
     """For each rank and each of these leaves, how many merges follow its push."""
-    num_nodes_of_rank: tuple[int, ...]
+    num_partial_sums_of_rank: tuple[int, ...]
     """For each rank, how many values are left on its stack. It passes these values on."""
     merges: tuple[int, ...]
     """For each value that some rank passes on, in the order of the ranks, how many merges follow
@@ -91,9 +91,10 @@ class TreeOrder(NamedTuple):
 def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> TreeOrder:
     """Plans how ranks sum a tree: first each rank its own leaves, then all ranks together.
 
-    Example: 2 ranks sum 4 leaves, `(0 + 1) + (2 + 3)`, with the bounds `(0, 3, 4)`. Rank 0 has the
-    leaves 0 to 2, rank 1 has leaf 3. Each line is a push with the merges that follow it. The result
-    has, on the right, the number of merges after each push.
+    The plan says how many merges follow each push: `merges[i]` merges follow push i.
+
+    Example: 2 ranks sum 4 leaves, `(0 + 1) + (2 + 3)`, with the bounds `(0, 3, 4)`: rank 0 has the
+    leaves 0 to 2, and rank 1 has leaf 3.
 
         rank 0     push 0                  stack: 0
                    push 1, 1 merge         stack: 0+1
@@ -107,8 +108,8 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> TreeOrder:
         present: for each leaf, True if it has a value.
         bounds: rank r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
     """
-    # What is left on the stack of each rank. In the example: [[Node(0, 2), Node(2, 3)],
-    # [Node(3, 4)]].
+    # The nodes whose values are left on the stack of each rank, and are passed on. In the example
+    # rank 0 passes on 0+1 and 2, and rank 1 passes on 3.
     nodes_of_ranks = _largest_nodes_of_ranges(present, bounds)
 
     # First, each rank pushes its leaves, and merges them into these nodes.
@@ -119,7 +120,6 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> TreeOrder:
         leaves = [leaf for leaf in leaves_in_range if present[leaf]]
         pushed_leaves = [Node(leaf, leaf + 1) for leaf in leaves]
         leaves_of_rank.append(tuple(leaves))
-        # One number for each of these pushes. For rank 0 in the example: (0, 1, 0).
         merges_of_rank.append(count_merges(pushed_leaves, into=nodes_of_rank))
 
     # Then the nodes of all ranks are pushed, and merged into the root, which is the whole sum.
@@ -130,7 +130,7 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> TreeOrder:
     return TreeOrder(
         leaves_of_rank=tuple(leaves_of_rank),
         merges_of_rank=tuple(merges_of_rank),
-        num_nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
+        num_partial_sums_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
         merges=merges,
     )
 
@@ -138,11 +138,11 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> TreeOrder:
 class MachineOrder(NamedTuple):
     """The order of the additions if each machine first sums the values of its ranks."""
 
-    num_nodes_of_rank: tuple[int, ...]
+    num_partial_sums_of_rank: tuple[int, ...]
     """For each rank of this machine, how many values it passes on."""
     merges: tuple[int, ...]
     """For each of these values, in the order of the ranks, how many merges follow its push."""
-    num_nodes: int
+    num_sums_of_machine: int
     """How many values are left then: the machine passes them on."""
     between_machines: TreeOrder
     """How the values of the machines are summed, with each machine in the place of a rank."""
@@ -155,26 +155,34 @@ def plan_sums_of_machines(
     """Plans how ranks sum a tree if each machine sums up the leaves of its own ranks first.
 
     There are three stages. Example: 2 machines with 2 ranks each sum 8 leaves, with the bounds
-    `(0, 2, 3, 6, 8)`. `a-b` is the sum of the leaves a to b.
+    `(0, 2, 3, 6, 8)`. The tree is `((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))`, and a-b stands for
+    the sum of the leaves a to b.
 
-        1. Each rank sums its own leaves to as few values as it can, as in `plan_sums`:
-           rank 0 passes on 0-1, rank 1 passes on 2, rank 2 passes on 3 and 4-5, rank 3 6-7.
-        2. Each machine pushes the values of its ranks, and merges those that belong together.
-           Machine 0 pushes 0-1 and 2, which it cannot merge without leaf 3. Machine 1:
+                    leaves      stage 1: of the rank    stage 2: of the machine    stage 3: of all
+        rank 0      0, 1        0-1
+        rank 1      2           2                       0-1 and 2
+        rank 2      3, 4, 5     3 and 4-5
+        rank 3      6, 7        6-7                     3 and 4-7                  0-7
 
-               push 3                  stack: 3
-               push 4-5                stack: 3, 4-5
-               push 6-7, 1 merge       stack: 3, 4-7               merges = (0, 0, 1)
+    Machine 0 cannot add up 0-1 and 2, because in the tree 2 is first added to 3. The additions of
+    the stages 2 and 3 are described by the number of merges after each push:
 
-        3. The values that are left on the machines are summed by `between_machines`:
+        stage 2, machine 1      push 3                  stack: 3
+                                push 4-5                stack: 3, 4-5
+                                push 6-7, 1 merge       stack: 3, 4-7       (0, 0, 1)
+        stage 3                 push 0-1                stack: 0-1
+                                push 2                  stack: 0-1, 2
+                                push 3, 2 merges        stack: 0-3
+                                push 4-7, 1 merge       stack: 0-7          (0, 0, 2, 1)
 
-               push 0-1                stack: 0-1
-               push 2                  stack: 0-1, 2
-               push 3, 2 merges        stack: 0-3
-               push 4-7, 1 merge       stack: 0-7                  merges = (0, 0, 2, 1)
+    The result for machine 1 is
 
-    For machine 1 the result has the `num_nodes_of_rank` `(2, 1)`, the `merges` of stage 2, and the
-    `num_nodes` 2: 3 and 4-7.
+        MachineOrder(
+            num_partial_sums_of_rank=(2, 1),  # 3 and 4-5 of rank 2, 6-7 of rank 3
+            merges=(0, 0, 1),  # of stage 2
+            num_sums_of_machine=2,  # 3 and 4-7
+            between_machines=...,  # has the merges of stage 3
+        )
 
     Args:
         present: for each leaf, True if it has a value.
@@ -182,25 +190,26 @@ def plan_sums_of_machines(
         ranks_per_machine: number of ranks on each machine. Their numbers are consecutive.
         machine: number of this machine.
     """
-    # Stage 1. Each rank of this machine passes on the largest nodes within its leaves.
+    # Stage 1. Each rank of this machine passes on the largest nodes within its leaves. For machine
+    # 1 in the example: [[Node(3, 4), Node(4, 6)], [Node(6, 8)]].
     first_rank = machine * ranks_per_machine
     bounds_on_machine = bounds[first_rank : first_rank + ranks_per_machine + 1]
     nodes_of_ranks = _largest_nodes_of_ranges(present, bounds_on_machine)
 
     # Stage 2. The machine pushes these nodes in the order of the ranks, and merges them into the
-    # largest nodes within the leaves of all its ranks: `(3, 4)` and `(4, 8)` in the example.
+    # largest nodes within the leaves of all its ranks: Node(3, 4) and Node(4, 8) in the example.
     pushed_nodes = list(itertools.chain(*nodes_of_ranks))
-    bounds_of_machines = bounds[::ranks_per_machine]  # (0, 3, 8) in the example
+    bounds_of_machines = bounds[::ranks_per_machine]  # (0, 3, 8)
     nodes_of_machine = _largest_nodes_of_ranges(present, bounds_of_machines)[machine]
-    merges_on_machine = count_merges(pushed_nodes, into=nodes_of_machine)
+    merges_on_machine = count_merges(pushed_nodes, into=nodes_of_machine)  # (0, 0, 1)
 
     # Stage 3. The machines sum their nodes as ranks would.
     between_machines = plan_sums(present, bounds_of_machines)
 
     return MachineOrder(
-        num_nodes_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
+        num_partial_sums_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
         merges=merges_on_machine,
-        num_nodes=len(nodes_of_machine),
+        num_sums_of_machine=len(nodes_of_machine),
         between_machines=between_machines,
     )
 
@@ -273,12 +282,13 @@ def count_merges(pushed: Sequence[Node], *, into: Sequence[Node]) -> tuple[int, 
 def _merges_below(node: Node, pushed: frozenset[Node]) -> list[int]:
     """Returns how many merges follow each push while the value of a node is computed.
 
-    The node `(0, 3)` is computed as `(0 + 1) + 2`. If the leaves 0, 1 and 2 are pushed, its result
-    is made of those of its children, and the last push gets one merge more:
+    For example, the node `(0, 3)` is `(0 + 1) + 2`, which is computed by "push 0, push 1, merge,
+    push 2, merge": 0 merges follow the first push, and 1 merge each of the others. The list
+    `[0, 1, 1]` is made of the lists of the children, by one merge more after the last push:
 
-        node (0, 1)     [0]          leaf 0 is pushed, and nothing is merged
-        node (0, 2)     [0, 1]       from [0] and [0]: leaf 1 is merged with leaf 0
-        node (0, 3)     [0, 1, 1]    from [0, 1] and [0]: leaf 2 is merged with their sum
+        node (0, 1)     [0]
+        node (0, 2)     [0, 1]       from [0] and [0]
+        node (0, 3)     [0, 1, 1]    from [0, 1] and [0]
 
     Args:
         node: the node whose value is left on the stack in the end.

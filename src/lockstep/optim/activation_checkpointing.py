@@ -68,14 +68,13 @@ def checkpoint_activations(
             (`"encoder.layers.*"`), or a function that returns True for the modules to choose. If a
             chosen module is inside another one, only the outer one is wrapped. None for
             `lockstep.optim.module_filter.repeated_blocks`.
-        every: choose the first of these submodules and every k-th one after it.
-        budget: number of bytes (`"2GiB"`, or a number) for what the model keeps for backward. As
-            few of these submodules as possible are chosen, one by one, beginning with those that
-            save most. The budget must also suffice while a chosen submodule is recomputed. The
-            model is measured by calling it once, in its present mode, with `example`. Nothing is
-            kept during that call, and random streams and buffers are restored. `"auto"` stands for
-            9/10 of the free memory of the model's GPU, on the rank that has the least, minus the
-            gradients and the state of Adam; all ranks of the run must call this together.
+        every: 2 chooses every second of these submodules, beginning with the first one.
+        budget: the memory for what the model keeps for backward: `"2GiB"`, or a number of bytes.
+            As few of these submodules as possible are chosen, those that save most first, and the
+            budget also suffices while one of them is recomputed. To find out what they save, the
+            model is called once with `example`, which leaves no trace. `"auto"` stands for 9/10 of
+            the free memory of the model's GPU, on the rank that has the least, minus the gradients
+            and the state of Adam; all ranks of the run must call this together.
         example: `(args, kwargs)` of one call of the model, of the size used in training, on the
             model's device.
 
@@ -229,20 +228,16 @@ def _add_until_it_fits(
     remaining = [number for number in activations.by_saving() if number not in recomputed]
     peaks = [activations.peak(recomputed)]
     while peaks[-1] > max_bytes and remaining:
-        # Compare the first few: which of them gives the lowest peak? Not always the first one. The
-        # later a block runs, the more is in memory while it is recomputed.
-        first, *others = remaining[:MAX_BLOCKS_COMPARED]
-        best = first
-        lowest_peak = activations.peak(recomputed | {first})
-        for number in others:
-            peak = activations.peak(recomputed | {number})
-            if peak < lowest_peak:
-                best = number
-                lowest_peak = peak
+        # Of the few that save most, choose the one that gives the lowest peak. This may not be the
+        # first one: the later a block runs, the more is in memory while it is recomputed.
+        peak_with = {}
+        for number in remaining[:MAX_BLOCKS_COMPARED]:
+            peak_with[number] = activations.peak(recomputed | {number})
+        best = min(peak_with, key=lambda number: peak_with[number])
 
         remaining.remove(best)
         recomputed.add(best)
-        peaks.append(lowest_peak)
+        peaks.append(peak_with[best])
 
     return recomputed, peaks
 

@@ -124,6 +124,15 @@ class _Call:
     is_random: bool
 
 
+class _GeneratorOfUser(NamedTuple):
+    """A generator that the user has passed to an operation."""
+
+    original: torch.Generator
+    """It is kept alive, so that no other object gets its `id`."""
+    at_first_use: torch.Generator
+    """A copy with the state that it had then."""
+
+
 @dataclass(eq=False)
 class _StreamBegins:
     """Marks where in a recording a context began, or where the script seeded inside one."""
@@ -146,9 +155,8 @@ class Recording:
         self._storages: dict[int, torch.UntypedStorage] = {}
         """Keeps storages on the meta device, which need no memory, alive, so that their keys stay
         unique."""
-        self._copies_of_generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}
-        """The generators that the user has passed to operations, by their `id`: each with a copy
-        that has the state from the first use."""
+        self._generators: dict[int, _GeneratorOfUser] = {}
+        """The generators that the user has passed to operations, by their `id`."""
 
     def knows(self, tensor: Tensor) -> bool:
         """Returns True if a recorded operation has created or changed a tensor."""
@@ -254,15 +262,16 @@ class Recording:
         self._record_seeding()
 
         key = storage_key(tensor)
-        self._storages[key] = tensor.untyped_storage()  # so that no other storage gets this key
+        self._storages[key] = tensor.untyped_storage()  # kept alive, so that the key stays unique
 
+        # The call writes to the tensor's memory. Does it overwrite all of it?
         nothing: frozenset[int] = frozenset()
         if View.of(tensor).fills_memory():
             overwrites = frozenset([key])
             reads = nothing
         else:
-            # A slice, such as `weight[:10]`: the rest of the memory keeps its content. So the call
-            # reads the memory, and the calls that have written it are replayed too.
+            # A slice, such as `weight[:10]`: the rest of the memory keeps its content. The call
+            # counts as one that reads it, so that the calls before it are replayed too.
             overwrites = nothing
             reads = frozenset([key])
 
@@ -291,12 +300,11 @@ class Recording:
             return CPU
 
         if isinstance(leaf, torch.Generator):
-            # A replay begins with the state that the generator has at its first use, so this is
-            # copied. The generator itself is kept, too: while it lives, no other object gets its
-            # `id`.
-            if id(leaf) not in self._copies_of_generators:
-                self._copies_of_generators[id(leaf)] = (leaf, leaf.clone_state())
-            return _GeneratorOfUser(id(leaf))
+            if id(leaf) not in self._generators:
+                # The state at its first use, with which a replay begins.
+                copy = leaf.clone_state()
+                self._generators[id(leaf)] = _GeneratorOfUser(leaf, copy)
+            return _GeneratorWithId(id(leaf))
 
         return leaf
 
@@ -383,12 +391,15 @@ class Recording:
             w.copy_(x)           needed: it writes w. Before it, x matters instead of w.
 
         Args:
-            keys: the keys of the memory.
+            keys: the keys of the memory whose final content is needed.
         """
         keys_that_matter = set(keys)
         needed: list[bool] = []
         for call in reversed(self.calls):
-            if isinstance(call, _StreamBegins) or keys_that_matter.isdisjoint(call.writes):
+            if isinstance(call, _StreamBegins):  # it writes to no memory
+                needed.append(False)
+                continue
+            if keys_that_matter.isdisjoint(call.writes):
                 needed.append(False)
                 continue
 
@@ -412,14 +423,14 @@ class Recording:
     def copies_of_generators(self) -> dict[int, torch.Generator]:
         """Returns new copies of the user's generators in their initial states, by `id`."""
         copies: dict[int, torch.Generator] = {}
-        for identifier, (_, copy) in self._copies_of_generators.items():
-            copies[identifier] = copy.clone_state()
+        for identifier, generator in self._generators.items():
+            copies[identifier] = generator.at_first_use.clone_state()
         return copies
 
 
 @dataclass(frozen=True)
-class _GeneratorOfUser:
-    """Stands for a generator that the user has passed to an operation."""
+class _GeneratorWithId:
+    """Stands in the recorded arguments for a generator that the user has passed."""
 
     identifier: int
 
@@ -469,8 +480,7 @@ class _Replay:
             if isinstance(call, _StreamBegins):  # it sets the random stream and uses no memory
                 continue
 
-            # A call whose result is not needed uses no memory of the replay: if it runs at all, to
-            # advance the random stream, it gets memory of its own.
+            # If this call runs at all, it only advances the random stream, in memory of its own.
             if not self._result_is_needed[number]:
                 continue
 
@@ -483,9 +493,9 @@ class _Replay:
     def run(self) -> None:
         """Runs the calls that must run. Afterwards the default random stream is as it was before.
 
-        A `_StreamBegins` among the calls stands for a change of the random stream by the script:
+        A `_StreamBegins` among the calls marks where the random stream is set to another state:
 
-            _StreamBegins    the stream as it is when the recording begins
+            _StreamBegins    the recording begins
             empty, normal_
             _StreamBegins    the script has called `torch.manual_seed`
             empty, normal_
@@ -543,7 +553,8 @@ class _Replay:
             memory = self._memory
             keys_to_zero: frozenset[int] = frozenset()
         else:
-            # Any values would do that the operation accepts: `torch.bernoulli` wants probabilities.
+            # Its arguments are zeros, which all operations accept: `torch.bernoulli`, for example,
+            # wants probabilities.
             memory = {}
             keys_to_zero = call.reads
 
@@ -568,7 +579,7 @@ class _Replay:
             memory: the real memory by key. Missing memory is added to it.
             keys_to_zero: keys of the memory that is filled with 0 when it is added.
         """
-        if isinstance(recorded, _GeneratorOfUser):
+        if isinstance(recorded, _GeneratorWithId):
             return self._generators[recorded.identifier]
         if not isinstance(recorded, View):
             return recorded
@@ -697,31 +708,33 @@ def sources_of(module: nn.Module) -> Sources:
 
 
 def find_source(module: nn.Module, name: str, tensor: Tensor) -> Source | None:
-    """Returns the source of a tensor on the meta device; None if it has none.
+    """Returns from where a tensor on the meta device gets its values; None if nothing is known.
+
+    A source is a file or a recording. Of these, the first one that there is counts:
+
+    1. The file that was noted under the tensor's name: it was loaded after the initialization.
+    2. The latest recording, if it knows this very tensor.
+    3. The recording that was noted under the tensor's name. A copy of a module, whose tensors no
+       recording knows, has copied this note.
+
+    The second comes before the third because the note may belong to an earlier tensor:
+    `decoder.weight = embedding.weight` replaces the tensor, and keeps the note.
 
     Args:
         module: the module that has the tensor.
         name: the name of the tensor in the module.
         tensor: the tensor.
     """
-    # The source that was noted under this name. It is ignored if the tensor has another shape, and
-    # so has replaced the one to which the source belonged.
-    source: Source | None = vars(module).get(SOURCES_ATTRIBUTE, {}).get(name)
-    if source is not None and source.shape != tuple(tensor.shape):
-        source = None
+    noted: Source | None = vars(module).get(SOURCES_ATTRIBUTE, {}).get(name)
+    # A note for another shape belongs to an earlier tensor.
+    if noted is not None and noted.shape != tuple(tensor.shape):
+        noted = None
 
-    # First a file: the user has loaded it after the tensor was initialized.
-    if isinstance(source, FileSource):
-        return source
-
-    # Second a recording that knows this very tensor. The source under the name may belong to an
-    # earlier tensor: `decoder.weight = embedding.weight` replaces a tensor, but not its source.
+    if isinstance(noted, FileSource):
+        return noted
     if _latest_recording is not None and _latest_recording.knows(tensor):
         return RecordedSource(_latest_recording, View.of(tensor))
-
-    # Third the source under the name. It is used for copies of a module: no recording knows their
-    # tensors, but they have copied the sources.
-    return source
+    return noted
 
 
 @contextmanager
@@ -845,8 +858,8 @@ def _note_sources(module: nn.Module, recording: Recording) -> None:
         existing = sources.get(name)
         if isinstance(existing, FileSource):
             # `lockstep.load_weights` was called inside the context: the values come from the file.
-            # The recording is added, so that a replay for other tensors leaves this one out.
-            sources[name] = FileSource(existing.value, recorded)
+            # A replay for other tensors finds by `recorded` that it must leave this one out.
+            sources[name] = FileSource(existing.value, recorded=recorded)
         else:
             sources[name] = recorded
 

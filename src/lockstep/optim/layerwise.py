@@ -516,7 +516,7 @@ def _norms_of_whole(
         a tensor of shape `()` on the device of the parameter.
     """
     # First case: the user, or a run with virtual ranks, wants results whose bits do not depend on
-    # the sharding. This takes the parameters, which say how the shards are combined.
+    # the sharding. These are computed from `parameters`: only they know how they are sharded.
     if torch.are_deterministic_algorithms_enabled():
         return _norms_in_fixed_order(parameters, steps)
 

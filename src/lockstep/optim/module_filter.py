@@ -36,7 +36,7 @@ def select_modules(
         module: the model, which is never chosen itself.
         choice: a class or tuple of classes, a pattern of names as in `named_modules()`
             (`"encoder.layers.*"`), or a function that returns True for the modules to select.
-        setting: how errors show the setting; the choice is filled in for `{}`, for example
+        setting: template for the setting in errors, in which `{}` stands for the choice:
             `"checkpoint_activations(..., {})"`.
 
     Raises:
@@ -96,7 +96,7 @@ def _make_matcher(submodules: ModuleFilter, setting: str) -> Callable[[str, nn.M
 
     Args:
         submodules: the user's choice: a name pattern, a class, a tuple of classes, or a function.
-        setting: how errors show the setting; the choice is filled in for `{}`, for example
+        setting: template for the setting in errors, in which `{}` stands for the choice:
             `"checkpoint_activations(..., {})"`.
 
     Raises:

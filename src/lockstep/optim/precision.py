@@ -83,7 +83,7 @@ class Precision:
         self._unscaled: set[int] = set()
         """The ids of optimizers whose gradients were unscaled since the latest update of the scale.
         """
-        self._used = False
+        self._scale_was_used = False
         """True if the scaler has checked gradients since the latest update of the scale."""
 
     def attach(self, module: nn.Module, *, autocast: bool = True) -> None:
@@ -150,7 +150,7 @@ class Precision:
             if self.scaler is not None and id(optimizer) not in self._unscaled:
                 self.scaler.unscale_(optimizer)
                 self._unscaled.add(id(optimizer))
-                self._used = True
+                self._scale_was_used = True
 
     def scales(self, optimizer: Optimizer) -> bool:
         """Returns True if the gradients of an optimizer are still multiplied by the scale."""
@@ -186,25 +186,25 @@ class Precision:
         was_called = False
         found_inf: Tensor | None = None
 
-        def note_call(called: Optimizer, *_: Any) -> None:
-            """Records that the optimizer was called, and its `found_inf` if it has one."""
+        def note_call(*_: Any) -> None:
+            """Records that the optimizer was called, and its `found_inf` if it has one now."""
             nonlocal was_called, found_inf
             was_called = True
-            found_inf = getattr(called, "found_inf", None)
+            found_inf = getattr(optimizer, "found_inf", None)
 
         with optimizer.register_step_post_hook(note_call):
             result = self.scaler.step(optimizer)
 
-        self._used = True
+        self._scale_was_used = True  # so that `update_scale` changes it
         scaler_has_skipped = not was_called
         fused_optimizer_has_skipped = found_inf is not None and bool(found_inf.item())
         return result, scaler_has_skipped or fused_optimizer_has_skipped
 
     def update_scale(self) -> None:
         """Updates the scale for the next backward pass, if gradients of the last one were used."""
-        if self.scaler is not None and self._used:
+        if self.scaler is not None and self._scale_was_used:
             self.scaler.update()
-        self._used = False
+        self._scale_was_used = False
         self._unscaled.clear()
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -330,8 +330,12 @@ def _in_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns a copy of nested containers in which each tensor is replaced by `change(tensor)`.
 
-    The result is always that of `_change_in_containers`, but torch's compiler must not meet that
-    function.
+    The result is always that of `_change_in_containers`. But torch's compiler cannot trace this
+    function, so there are three cases:
+
+        the compiler traces a call of this one       torch's own `tree_map`, which it can trace
+        the compiler is loaded, and traces nothing   `_change_in_containers`, hidden from it
+        the compiler is not loaded                   `_change_in_containers`
 
     Args:
         nest: a tensor, or containers of tensors and other values, in any depth.
@@ -340,17 +344,13 @@ def _change_tensors(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(nest, Tensor):  # the usual case
         return change(nest)
 
-    # A compiled function calls this one, which becomes a part of its graph. The compiler can trace
-    # torch's own `tree_map`, and not `_change_in_containers`.
     if torch.compiler.is_compiling():
         return pytree.tree_map(partial(_change_leaf_in_graph, change=change), nest)
 
-    # The compiler is loaded, and would try to compile `_change_in_containers` by itself.
+    # The hidden form is not used in all cases, because it would load the compiler, which takes
+    # about a second.
     if compiler_is_loaded():
         return _change_in_containers_uncompiled(nest, change)
-
-    # The compiler is not loaded, so nothing can be compiled. (The uncompiled form would load it,
-    # which takes about a second.)
     return _change_in_containers(nest, change)
 
 

@@ -54,7 +54,7 @@ class Activations:
 
             recomputed   while a block is recomputed   at the end of the forward pass   peak
             none                                       10 + 10 = 20                     20
-            block 1      10 + (1 + 10) = 21            10 + 1 = 11                      21
+            the second   10 + (1 + 10) = 21            10 + 1 = 11                      21
             both         1 + (1 + 10) = 12             1 + 1 = 2                        12
 
         Args:
@@ -159,14 +159,12 @@ class _Counter:
         if tensor.layout is not torch.strided:  # other tensors do not have a single storage
             return
 
+        # A weak reference serves as the key, because torch returns the same object for a storage
+        # each time. Its address may be that of another storage later.
         storage = tensor.untyped_storage()
-
-        # The key of a storage is a weak reference to it. An address would not do: when a storage is
-        # freed, another one may get its address. Weak references to the same Python object are
-        # equal, and torch returns the same object for a storage each time.
-        reference = weakref.ref(storage)
-        if reference not in self._not_counted:
-            counted[reference] = storage.nbytes()
+        key = weakref.ref(storage)
+        if key not in self._not_counted:
+            counted[key] = storage.nbytes()
 
     def count_saved(self, tensor: Tensor) -> None:
         """The hook for each tensor that autograd saves.

@@ -84,7 +84,7 @@ class StrategyPlan:
 
         Args:
             per_device: the user's setting, the maximum number of samples on one device at a time.
-                "auto" and None are returned unchanged.
+                "auto", None and invalid numbers, which are refused later, are returned unchanged.
 
         Raises:
             SettingError: the shares of the devices are not known yet.
@@ -108,14 +108,15 @@ class StrategyPlan:
 
 
 def plan_for(run: Run, rank: DataParallelRank) -> StrategyPlan:
-    """Returns the plan of a strategy in which one device computes each of the loader's parts.
+    """Returns the plan of a strategy that divides each global batch into one part for each device.
 
     Args:
-        run: the run of this process.
+        run: the run of this process. With the shares 1:2 in its settings, for example, the second
+            part has twice as many samples as the first one.
         rank: which part this rank computes, and the number of parts.
 
     Raises:
-        SettingError: the number of shares differs from the number of parts.
+        SettingError: there are more or fewer shares than parts.
     """
     shares = initial_shares(run.settings.shares, rank.size)
     # `lockstep verify --accumulate` asks for at least `min_micro_batches`.
@@ -124,7 +125,7 @@ def plan_for(run: Run, rank: DataParallelRank) -> StrategyPlan:
     return StrategyPlan(
         rank=rank,
         shares=shares,
-        num_devices=rank.size,
+        num_devices=rank.size,  # one for each part
         local_devices=(rank.rank,),  # the one device that computes this rank's part
         num_micro_batches=num_micro_batches,
         virtual_ranks=planned_virtual_ranks(run, shares),
@@ -176,16 +177,15 @@ def planned_virtual_ranks(run: Run, shares: tuple[int, ...]) -> VirtualRanks | N
         # All virtual ranks train one model. (Under DiLoCo each trains a copy.)
         return VirtualRanks(count=num_virtual_ranks, train_copies=False)
 
-    error = too_few_virtual_ranks_error(num_virtual_ranks, len(shares))
     shares_are_equal = len(set(shares)) == 1
     if shares_are_equal:
-        raise error
+        raise too_few_virtual_ranks_error(num_virtual_ranks, len(shares))
 
-    # With unequal shares there may be as many virtual ranks as processes, but a small share gets
-    # none. So the error shows the shares.
+    # Four virtual ranks are enough for three processes, but with the shares 5:1:1 the processes get
+    # 3, 1 and 0 of them. So the error shows the shares.
     divided = ", ".join(str(number) for number in num_per_rank)
     found = f"shares {':'.join(map(str, shares))} give the processes {divided} of them"
-    raise SettingError(error.was_set, found, error.do)
+    raise too_few_virtual_ranks_error(num_virtual_ranks, len(shares), found)
 
 
 def open_group(run: Run, name: str, ranks: Tensor) -> dist.ProcessGroup:

@@ -56,7 +56,7 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
 def _on_first_device(numbers: list[Tensor]) -> list[Tensor]:
     """Moves tensors without dimensions to the device of the first one.
 
-    The numbers of each other device are moved together, because every copy waits for the device.
+    The numbers of each device are moved together, because every copy waits for the device.
     """
     indices_by_device: dict[torch.device, list[int]] = {}
     for index, number in enumerate(numbers):

@@ -46,7 +46,7 @@ from lockstep.strategies.empty_part import note_empty_part
 from lockstep.strategies.module_hook import RunHook
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.strategies.pending_buckets import PendingBuckets
-from lockstep.strategies.replication import take_from_first
+from lockstep.strategies.replication import broadcast_from_first_rank
 from lockstep.strategies.single import on_one_process
 from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
 from lockstep.strategies.virtual_ranks import (
@@ -169,7 +169,7 @@ class DDP(base.Strategy):
         if run.topology.size == 1:
             return replace(on_one_process(module, run), choices=choices)
 
-        take_from_first([*module.parameters(), *module.buffers()])
+        broadcast_from_first_rank([*module.parameters(), *module.buffers()])
         if not any(p.requires_grad for p in module.parameters()):
             choices.append(Choice("ddp", "not wrapped", "no parameter to train"))
             return base.PreparedModule(module=module, choices=choices)

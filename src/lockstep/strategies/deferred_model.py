@@ -46,7 +46,7 @@ from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.settings import Choice
 from lockstep.strategies.base import PreparedModule
-from lockstep.strategies.replication import take_from_first
+from lockstep.strategies.replication import broadcast_from_first_rank
 from lockstep.torch_compat import (
     convert_tensors,
     members,
@@ -77,7 +77,8 @@ class DeferredTensor(NamedTuple):
     is_in_state: bool
     """False for a buffer that is not in the state dict (`persistent=False`)."""
     from_reset_parameters: bool
-    """True if its values come from a `reset_parameters` that `world.prepare` has recorded."""
+    """True if its values come from a `reset_parameters` that `world.prepare` has recorded. The
+    constructor of the model might have given it other values."""
 
     @property
     def recorded(self) -> RecordedSource | None:
@@ -145,8 +146,8 @@ class DeferredModel(Extension):
 
         All ranks call this together, before the strategy wraps the module, since strategies compare
         buffers. Random numbers are drawn later (`fill`), in the order in which the model drew them:
-        those of a buffer may come after those of a large parameter. At that time the ranks no
-        longer wait for each other, so they exchange the random states here.
+        those of a buffer may come after those of a large parameter. In `fill` the ranks do not wait
+        for each other, so the states of the random streams are exchanged here.
 
         Args:
             device: the device of the buffers.
@@ -155,13 +156,16 @@ class DeferredModel(Extension):
             UsageError: nothing can ever give values to some buffer.
         """
         self._check_buffers()
-        self._take_random_states_of_first_rank()  # for `fill`
+        self._take_random_states_of_first_rank()
 
         _give_memory_to_buffers(self._module, device)
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
-        targets = {name: buffers[name] for name in self._tensors_without_values if name in buffers}
+        without_values = self._tensors_without_values
+        targets = {name: buffers[name] for name in without_values if name in buffers}
+
         self._read_files(targets)
-        self._compute(self._computable_without_random_numbers(targets))
+        without_random_numbers = self._computable_without_random_numbers(targets)
+        self._compute(without_random_numbers)
 
     def _computable_without_random_numbers(
         self, targets: Mapping[str, Tensor]
@@ -189,25 +193,38 @@ class DeferredModel(Extension):
         """
         without_values = self._parts_without_values()
         self._read_files(without_values)
+        self._count_files_as_loaded()
+        self._put_off(without_values)
 
-        # Every tensor whose source is a file has its values now: the ranks that have a part of it
-        # have read that part. So it counts as loaded, even if this rank has no part of it.
-        for tensor in self._tensors:
-            if isinstance(tensor.source, FileSource):
-                self._loaded.update(tensor.names)
-
-        # All other tensors wait for values. If the user writes to one of them in the meantime, its
-        # write count changes, and `fill` leaves it as it is.
-        for name, target in without_values.items():
-            if name not in self._loaded:
-                self._targets[name] = target
-                self._write_counts[name] = write_count(target)
-
-        self._watch(wrapped.module)  # computes the waiting values when they are needed first
+        # From now on, the values that were put off are computed when they are needed first.
+        self._watch(wrapped.module)
         # On different processors, the ranks might compute values that differ in the last bits.
         if self._processors_differ:
             self._fill_now_and_share(wrapped)
         return self._choices()
+
+    def _count_files_as_loaded(self) -> None:
+        """Counts each tensor whose source is a file as loaded, even if this rank has no part of it.
+
+        The ranks that have a part of it have read that part.
+        """
+        for tensor in self._tensors:
+            if isinstance(tensor.source, FileSource):
+                self._loaded.update(tensor.names)
+
+    def _put_off(self, without_values: Mapping[str, Tensor]) -> None:
+        """Notes which tensors `fill` has to compute.
+
+        If the user writes to one of them in the meantime, its write count changes, and `fill`
+        leaves it as it is.
+
+        Args:
+            without_values: this rank's part of each tensor, by name.
+        """
+        for name, target in without_values.items():
+            if name not in self._loaded:
+                self._targets[name] = target
+                self._write_counts[name] = write_count(target)
 
     def _fill_now_and_share(self, wrapped: PreparedModule) -> None:
         """Computes all values, and gives all ranks those of the first rank that must be equal.
@@ -218,7 +235,7 @@ class DeferredModel(Extension):
         self.fill()
         for equal in wrapped.equal_tensors():
             tensors = [*equal.parameters.values(), *equal.buffers.values()]
-            take_from_first([t for t in tensors if not t.is_meta], equal.group)
+            broadcast_from_first_rank([t for t in tensors if not t.is_meta], equal.group)
 
     def _parts_without_values(self) -> dict[str, Tensor]:
         """Returns this rank's part of each tensor that still has no values, by name.
@@ -277,38 +294,49 @@ class DeferredModel(Extension):
             self._stop_watching()
 
     def _watch(self, prepared: nn.Module) -> None:
-        """Registers hooks that compute missing values when they are needed, or record a load.
+        """Registers hooks that compute missing values when they are needed.
+
+        Other hooks note which of them `load_state_dict` has loaded, so that they are not computed.
 
         Args:
             prepared: the module that the strategy returned.
         """
         self._prepared = prepared
-
-        # Find the submodules that have tensors without values.
         parts_without_values: set[nn.Module] = set()
         for path, part in self._module.named_modules(remove_duplicate=False):
-            members_of_part = members(part)
-            name_in_model: dict[str, str] = {}
-            for own_name in [*members_of_part.parameters, *members_of_part.buffers]:
-                name = f"{path}.{own_name}" if path else own_name
-                if name in self._tensors_without_values:
-                    name_in_model[own_name] = name
-
-            if name_in_model:
+            name_in_model_of_own_name = self._names_without_values(path, part)
+            if name_in_model_of_own_name:
                 parts_without_values.add(part)
-
-                # Tensors that `load_state_dict` gives values need not be computed.
-                load_hook = _LoadHook(self._record_loaded, name_in_model)
+                load_hook = _LoadHook(self._record_loaded, name_in_model_of_own_name)
                 self._watch_handles.append(part.register_load_state_dict_pre_hook(load_hook))
 
         # Values are needed when one of these submodules, or the whole model, is used.
-        for part in {prepared, self._module, *parts_without_values}:
+        for part in {*parts_without_values, self._module, prepared}:
             self._fill_before_use(part)
+
+    def _names_without_values(self, path: str, part: nn.Module) -> dict[str, str]:
+        """Returns the tensors of a submodule that have no values.
+
+        Args:
+            path: name of the submodule in the model, e.g. "encoder.norm".
+            part: the submodule.
+
+        Returns:
+            The names of the tensors in the model by their names in the submodule, e.g.
+            `{"weight": "encoder.norm.weight"}`.
+        """
+        names = {}
+        own = members(part)
+        for own_name in [*own.parameters, *own.buffers]:
+            name_in_model = f"{path}.{own_name}" if path else own_name
+            if name_in_model in self._tensors_without_values:
+                names[own_name] = name_in_model
+        return names
 
     def _fill_before_use(self, part: nn.Module) -> None:
         """Computes missing values before a module is called, saved or copied."""
-        fill = outside_compiled_code(lambda *_: self.fill())
-        before_forward = part.register_forward_pre_hook(fill, prepend=True)
+        fill_hook = outside_compiled_code(lambda *_: self.fill())
+        before_forward = part.register_forward_pre_hook(fill_hook, prepend=True)
         before_state = part.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
         self._watch_handles += [before_forward, before_state]
 
@@ -318,6 +346,7 @@ class DeferredModel(Extension):
             before_copy = _FillBefore(
                 part, method="__deepcopy__", fill=self.fill, then=copy.deepcopy
             )
+            before_copy.install()
             self._watch_handles.append(before_copy)
 
     def watch_parameters(self) -> None:
@@ -330,6 +359,7 @@ class DeferredModel(Extension):
                 handle = _FillBefore(
                     part, method="named_parameters", fill=self.fill, then=_named_parameters
                 )
+                handle.install()
                 self._watch_handles.append(handle)
 
     def _before_state_dict(self, *_: Any) -> None:
@@ -395,7 +425,7 @@ class DeferredModel(Extension):
                 continue
             if id(target) not in ids_already_read:
                 copy_part(source.value, target)
-                # The memory into which this part of the file was read is free again.
+                # `copy_part` has freed the memory into which it has read this part of the file.
                 note_freed(to_local(target).nbytes)
                 ids_already_read.add(id(target))
             self._loaded.add(name)
@@ -406,17 +436,17 @@ class DeferredModel(Extension):
         Args:
             targets: this rank's part of each tensor, by name. Tied tensors occur several times.
         """
-        self._computed.update(targets)
-
         # A copier has the targets of one recording. The replay calls it with each piece of memory
         # that it has computed, and the copier copies the content to the targets.
         for copier in self._copiers_by_recording(targets):
             recording = copier.recording
             wanted_keys = copier.memory_keys()
-            # Random numbers for tensors that were loaded in the meantime are not drawn.
+            # What was loaded in the meantime is skipped: no random numbers are drawn for it.
             loaded_keys = self._loaded_memory_keys(recording)
             random_states = self._generator_states.get(id(recording))
             recording.replay(wanted_keys, loaded_keys, copier, random_states)
+
+        self._computed.update(targets)
 
     def _copiers_by_recording(self, targets: Mapping[str, Tensor]) -> list[_CopyToTargets]:
         """Returns one copier for each recording, with the tensors that the recording computes.
@@ -673,8 +703,8 @@ class _LoadHook:
 class _FillBefore:
     """Makes a method of a module compute missing values before it runs.
 
-    The object that is called gets a method of this name, which hides that of the class. It calls
-    `fill`, which removes it again, and then the original method.
+    After `install` the module has a method of this name itself, which hides that of its class. It
+    calls `fill`, which removes it again, and then the original method.
 
     Args:
         module: the module.
@@ -695,7 +725,10 @@ class _FillBefore:
         self._module = module
         self._method = method
         self._then = then
-        vars(module)[method] = self._fill_and_call
+
+    def install(self) -> None:
+        """Puts a method that fills first in the place of the original one."""
+        vars(self._module)[self._method] = self._fill_and_call
 
     def _fill_and_call(self, *args: Any, **kwargs: Any) -> Any:
         """Takes the place of the method."""
@@ -745,9 +778,8 @@ def _find_tensors(module: nn.Module, memory_keys_of_resets: set[int]) -> list[De
 
     Args:
         module: the user's module.
-        memory_keys_of_resets: keys that identify the memory of those tensors whose values a
-            recorded `reset_parameters` computes. These tensors are marked, because the constructor
-            of the model might have given them other values.
+        memory_keys_of_resets: keys of the memory of the tensors that a recorded `reset_parameters`
+            fills; they get `from_reset_parameters=True`.
     """
     parameter_ids = {id(parameter) for parameter in module.parameters()}
     names_in_state = set(module.state_dict())
@@ -762,7 +794,7 @@ def _find_tensors(module: nn.Module, memory_keys_of_resets: set[int]) -> list[De
 
     tensors: list[DeferredTensor] = []
     for tensor_id, names in names_of_id.items():
-        source = _find_source(module, names, tensor_of_id[tensor_id])
+        source = _find_source_by_names(module, names, tensor_of_id[tensor_id])
         is_reset = isinstance(source, RecordedSource) and source.view.key in memory_keys_of_resets
         tensors.append(
             DeferredTensor(
@@ -783,7 +815,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _find_source(module: nn.Module, names: Sequence[str], tensor: Tensor) -> Source | None:
+def _find_source_by_names(module: nn.Module, names: Sequence[str], tensor: Tensor) -> Source | None:
     """Returns the source of a tensor; None if it has none. A file is preferred to a recording.
 
     Args:
@@ -798,8 +830,7 @@ def _find_source(module: nn.Module, names: Sequence[str], tensor: Tensor) -> Sou
         source = find_source(module.get_submodule(owner), own_name, tensor)
         if isinstance(source, FileSource):
             return source
-        if recorded is None:  # otherwise it was found under an earlier name
-            recorded = source
+        recorded = recorded or source
     return recorded
 
 
@@ -813,13 +844,9 @@ def _record_resets(module: nn.Module) -> set[int]:
     a constructor makes them first, and then resets itself.
 
     Returns:
-        The keys that identify the memory of these tensors.
+        The keys of the memory of these tensors, by which the recording knows them.
     """
-    without_source: dict[int, Tensor] = {}  # the tensors without a source, by their `id`
-    for name, tensor in _named_tensors(module):
-        if tensor.is_meta and _find_source(module, [name], tensor) is None:
-            without_source[id(tensor)] = tensor
-
+    without_source = _tensors_without_source(module)
     if not without_source:
         return set()
 
@@ -828,15 +855,24 @@ def _record_resets(module: nn.Module) -> set[int]:
         for part in _children_first(module, seen=set()):
             tensors = [*part.parameters(), *part.buffers()]
             reset_parameters = reset_method(part)
-            lacks_values = any(id(tensor) in without_source for tensor in tensors)
-            if reset_parameters is not None and lacks_values:
-                # Leaves the tensors of `part` that are not in `without_source` as they are.
+            has_tensor_without_source = any(id(tensor) in without_source for tensor in tensors)
+            if reset_parameters is not None and has_tensor_without_source:
+                # The other tensors of `part` stay as they are.
                 _record_reset(reset_parameters, tensors, without_source)
 
         # Models of Hugging Face's transformers compute buffers in a method of another name.
         _record_buffer_inits(module, without_source)
 
     return {storage_key(tensor) for tensor in without_source.values()}
+
+
+def _tensors_without_source(module: nn.Module) -> dict[int, Tensor]:
+    """Returns the tensors on the meta device for which no source is known, by their `id`."""
+    without_source = {}
+    for name, tensor in _named_tensors(module):
+        if tensor.is_meta and _find_source_by_names(module, [name], tensor) is None:
+            without_source[id(tensor)] = tensor
+    return without_source
 
 
 def _record_reset(
@@ -868,8 +904,9 @@ def _record_buffer_inits(module: nn.Module, without_source: Mapping[int, Tensor]
     """Records how models of transformers compute buffers that are in no file, such as `inv_freq`.
 
     They do so in `_init_weights(submodule)`, a method of the model. The caller has entered
-    `deferred_init`, so the calls made here are recorded. A submodule of a model inside of another
-    one gets the calls of both, of which the later one decides.
+    `deferred_init`, so the calls made here are recorded. If a model contains another one, both are
+    called with the submodules of the inner one: the outer model first, so that the values of the
+    inner one remain.
 
     Args:
         module: the user's module.
@@ -884,9 +921,9 @@ def _record_buffer_inits(module: nn.Module, without_source: Mapping[int, Tensor]
             own = members(part)
             lacks_buffers = any(id(buffer) in without_source for buffer in own.buffers.values())
             has_parameters = any(parameter is not None for parameter in own.parameters.values())
-            was_recorded = reset_method(part) is not None  # by the caller
-            # With parameters, `init_weights` would draw these anew, too.
-            if lacks_buffers and not has_parameters and not was_recorded:
+            has_reset_method = reset_method(part) is not None  # the caller has recorded its call
+            # `init_weights` would also draw new values for the parameters, if there were any.
+            if lacks_buffers and not has_parameters and not has_reset_method:
                 init_weights(part)
 
 

@@ -30,9 +30,8 @@ def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> Non
     found, alternative = _why_part_is_empty(micro_batch)
     note = translate_sentences(
         f"this rank {found}, so its tensors have the shape (0, *).",
-        "Functions of torch that refuse these get one placeholder row; all else that the script "
-        "computes beside the prepared model has to be right for any number of samples; or "
-        f"{alternative}.",
+        "Inside the prepared model, functions of torch that refuse them get one placeholder row.",
+        f"Make all other code work with any number of samples, or {alternative}.",
     )
     add_note_once(error, "empty part", note)
 
@@ -41,8 +40,10 @@ def _why_part_is_empty(micro_batch: MicroBatch) -> tuple[str, str]:
     """Returns why this rank has no samples of a micro-batch, and what would avoid that."""
     drop_last = "leave short batches out: drop_last=True"
     if micro_batch.left_out:
-        part = f"{micro_batch.left_out} of its part"
-        return f"has no samples: the collate function left out all {part}", drop_last
+        found = (
+            f"has no samples: the collate function left out all {micro_batch.left_out} of its part"
+        )
+        return found, drop_last
 
     # The rank has fewer virtual ranks than others. This happens in full batches, too, so leaving
     # out short ones would not avoid it.

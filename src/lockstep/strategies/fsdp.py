@@ -37,7 +37,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -82,7 +81,7 @@ from lockstep.strategies.fsdp_outputs import UnitOutputs
 from lockstep.strategies.fsdp_scalars import AveragedScalars, SummedScalars, find_scalars
 from lockstep.strategies.fsdp_virtual_ranks import ShardedVirtualRanks
 from lockstep.strategies.moving_buffers import MovingBuffers
-from lockstep.strategies.replication import norm_over_ranks, take_from_first
+from lockstep.strategies.replication import broadcast_from_first_rank, norm_over_ranks
 from lockstep.strategies.single import on_one_process
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
@@ -226,8 +225,8 @@ class FSDP(Strategy):
         if run.settings.virtual_ranks is not None:
             return "virtual ranks: the bits of ddp"
 
-        # Without autocast all parameters are in half precision, but those of torch's own BatchNorm
-        # must have the dtype of its running statistics, which is fp32.
+        # Without autocast all parameters are in half precision. Torch's own BatchNorm would fail
+        # then: its parameters must have the dtype of its running statistics, which is fp32.
         for layer in module.modules():
             if isinstance(layer, BatchNorm) and not isinstance(layer, SyncBatchNorm):
                 return f"{describe_type(layer)} that is not synchronised, and wants fp32 weights"
@@ -313,7 +312,7 @@ class FSDP(Strategy):
 
     def _wrap_without_parameters(self, module: nn.Module, run: Run) -> PreparedModule:
         """Gives all ranks the buffers of rank 0, for a module that has nothing to shard."""
-        _take_from_first(list(module.buffers()), run.device)
+        _move_and_broadcast_from_first_rank(list(module.buffers()), run.device)
         nothing = Choice(self.name, "not sharded", "no parameters")
         return PreparedModule(module=module, choices=[nothing], may_unfreeze=True)
 
@@ -331,9 +330,9 @@ class FSDP(Strategy):
             tensors start the unit's part of a backward pass.
         """
         # Buffers and scalars are not sharded: each rank gets all of them.
-        _take_from_first(list(model.root.buffers()), model.run.device)
+        _move_and_broadcast_from_first_rank(list(model.root.buffers()), model.run.device)
         scalars_with_memory = [p for p in model.scalars.values() if not p.is_meta]
-        _take_from_first(scalars_with_memory, model.run.device)
+        _move_and_broadcast_from_first_rank(scalars_with_memory, model.run.device)
 
         # Each rank gets the parameters of rank 0, unit by unit, and keeps its shards of them.
         outputs_of_units = self._shard_units(model)
@@ -342,12 +341,12 @@ class FSDP(Strategy):
         # here, filled with NaN; their values are computed or loaded later (`deferred_model`).
         if any(parameter.is_meta for parameter in model.root.parameters()):
             convert_tensors(
-                model.root, lambda tensor: with_memory(tensor, self._home(tensor, model))
+                model.root, lambda tensor: with_memory(tensor, self._device_of(tensor, model))
             )
 
         return outputs_of_units
 
-    def _home(self, tensor: Tensor, model: _Model) -> torch.device:
+    def _device_of(self, tensor: Tensor, model: _Model) -> torch.device:
         """Returns the device of a tensor of a sharded model. Only shards are offloaded."""
         is_shard = isinstance(tensor, DTensor)
         return torch.device("cpu") if self.cpu_offload and is_shard else model.run.device
@@ -361,19 +360,22 @@ class FSDP(Strategy):
             model: the model, whose units are sharded already.
             virtual_ranks: averages the buffers in a run with virtual ranks, else None.
         """
-        # `MovingBuffers` makes the buffers that forward passes change equal on all ranks. It is
-        # called by the `ShardedModule` or, with virtual ranks, by `VirtualRankBuffers`, which first
-        # combines some of the buffers by itself.
-        make_moving_buffers = partial(
-            MovingBuffers, model.root, model.run.step, strategy=type(self).__name__
+        # `MovingBuffers` makes the buffers that forward passes change equal on all ranks. With
+        # virtual ranks some of them are combined by `VirtualRankBuffers`.
+        moving_buffers = MovingBuffers(
+            model.root,
+            model.run.step,
+            strategy=type(self).__name__,
+            average=self.average_buffers if virtual_ranks is None else (),
+            left_out=() if virtual_ranks is None else virtual_ranks.buffers.combined_names,
         )
-        moving_buffers: MovingBuffers | None = None
-        if virtual_ranks is None:
-            moving_buffers = make_moving_buffers(average=self.average_buffers, left_out=())
-        else:
-            virtual_ranks.buffers.moving_buffers = make_moving_buffers(
-                average=(), left_out=virtual_ranks.buffers.combined_names
-            )
+
+        # It is called by the `ShardedModule` or, after it has combined buffers itself, by
+        # `VirtualRankBuffers`.
+        called_by_module: MovingBuffers | None = moving_buffers
+        if virtual_ranks is not None:
+            virtual_ranks.buffers.moving_buffers = moving_buffers
+            called_by_module = None
 
         return ShardedModule(
             model.units,
@@ -383,7 +385,7 @@ class FSDP(Strategy):
             accumulate_shards=self.accumulate_shards,
             find_unused_parameters=self.find_unused_parameters,
             half_dtype=model.half_dtype,
-            moving_buffers=moving_buffers,
+            moving_buffers=called_by_module,
         )
 
     def _shard_units(self, model: _Model) -> list[UnitOutputs]:
@@ -453,7 +455,9 @@ class FSDP(Strategy):
         parameters = [
             p for p in unit.parameters() if not isinstance(p, DTensor) and p not in scalars
         ]
-        _take_from_first([p for p in parameters if not p.is_meta], model.run.device)
+        _move_and_broadcast_from_first_rank(
+            [p for p in parameters if not p.is_meta], model.run.device
+        )
 
         # By default torch frees the parameters of each unit after its forward pass, except those of
         # the whole model. With `reshard_after_forward=False` it frees none.
@@ -473,7 +477,7 @@ class FSDP(Strategy):
 
         # An optimizer may still hold the old parameters, which the model no longer uses.
         for parameter in parameters:
-            _free_and_refuse(parameter)
+            _free_and_forbid_use(parameter)
 
     def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
         """Returns the norm of the whole gradient, with one small all-reduce over all shards."""
@@ -537,7 +541,8 @@ class FSDP(Strategy):
         value = f"{precision} under autocast"
 
         # Case 1: one process, which always uses autocast. Tell the user if several processes would
-        # compute otherwise. (With virtual ranks, results do not depend on the number of processes.)
+        # compute otherwise. Virtual ranks always use autocast, so that results do not depend on the
+        # number of processes.
         if run.topology.size == 1:
             several_would_use_autocast = self.autocast or run.settings.virtual_ranks is not None
             if several_would_use_autocast:
@@ -564,10 +569,10 @@ class FSDP(Strategy):
 
         For example:
 
-            units: 12 x Block (each gathered for its own forward and backward; the rest at once; not
-            head: shares a parameter with what is outside)
+            units: 12 x Block (each gathered for its own forward and backward; the rest at once)
 
-        The rest are the parameters outside of these units, and blocks that cannot be units.
+        The rest are the parameters outside of these units, and blocks that cannot be units because
+        they share a parameter with other modules. These blocks are named at the end.
         """
         if not blocks.found:
             reason = "no repeated blocks found: all parameters are gathered at once"
@@ -712,7 +717,7 @@ def _adapt_methods_of_libraries(module: nn.Module, run: Run) -> None:
         save_pretrained_whole(module, run)
 
 
-def _free_and_refuse(parameter: nn.Parameter) -> None:
+def _free_and_forbid_use(parameter: nn.Parameter) -> None:
     """Frees the memory of a parameter that shards replace, and makes every use of it an error.
 
     Torch refuses to replace the object if a graph or a weak reference refers to it. The parameter
@@ -723,8 +728,8 @@ def _free_and_refuse(parameter: nn.Parameter) -> None:
         swap_tensors(parameter, ReplacedParameter(parameter.data))  # type: ignore[no-untyped-call]
 
 
-def _take_from_first(tensors: Sequence[Tensor], device: torch.device) -> None:
+def _move_and_broadcast_from_first_rank(tensors: Sequence[Tensor], device: torch.device) -> None:
     """Moves tensors to a device, makes them contiguous, and gives them rank 0's values."""
     for tensor in tensors:
         tensor.data = tensor.data.to(device).contiguous()
-    take_from_first(tensors)
+    broadcast_from_first_rank(tensors)

@@ -46,10 +46,10 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
     if chosen is None:
         candidates = repeated_blocks(module)
     else:
-        candidates = select_modules(module, chosen, "blocks={}")
+        candidates = select_modules(module, chosen, setting="blocks={}")
 
-    # How often each submodule occurs in the model, by its `id`. It occurs several times if it is
-    # registered in several places.
+    # How often each submodule occurs in the model, by its `id`. If a block is registered in two
+    # places, the model uses its parameters twice, and yet all uses are inside of the block.
     times_in_model: Counter[int] = Counter()
     for _, submodule in module.named_modules(remove_duplicate=False):
         times_in_model[id(submodule)] += 1

@@ -31,7 +31,7 @@ def save_pretrained_whole(module: Any, run: Run) -> None:
     original = module.save_pretrained
 
     def save_pretrained(save_directory: Any, *args: Any, **options: Any) -> Any:
-        """Gathers the module's weights on rank 0, and calls the original method there."""
+        """Gathers the weights of `module` on rank 0, and calls its original method there."""
         # A caller that passes the weights has gathered them itself, and decides which ranks write.
         if options.get("state_dict") is not None:
             return original(save_directory, *args, **options)
@@ -71,8 +71,8 @@ def average_shards_separately(module: AveragedModel) -> None:
     """
     original_average = module.multi_avg_fn
     if original_average is None:
-        # With neither function torch averages whole lists on GPUs, which may mix both kinds. With
-        # `avg_fn` it averages one tensor at a time, so nothing else is needed.
+        # Torch averages one tensor at a time if there is an `avg_fn`, which is all that is needed.
+        # With neither function, on GPUs, it would average lists with both kinds of tensors.
         if module.avg_fn is None:
             module.avg_fn = get_swa_avg_fn()  # type: ignore[no-untyped-call]
         return
@@ -81,14 +81,17 @@ def average_shards_separately(module: AveragedModel) -> None:
         averaged: Sequence[Tensor], current: Sequence[Tensor], num_averaged: Tensor | int
     ) -> None:
         """Calls the original `multi_avg_fn` for the shards, and then for the plain tensors."""
-        for are_shards in (True, False):
-            chosen_averaged: list[Tensor] = []
-            chosen_current: list[Tensor] = []
-            for average_tensor, current_tensor in zip(averaged, current, strict=True):
-                if isinstance(average_tensor, DTensor) is are_shards:
-                    chosen_averaged.append(average_tensor)
-                    chosen_current.append(current_tensor)
-            if chosen_averaged:
-                original_average(chosen_averaged, chosen_current, num_averaged)
+        shards: list[tuple[Tensor, Tensor]] = []
+        plain_tensors: list[tuple[Tensor, Tensor]] = []
+        for pair in zip(averaged, current, strict=True):
+            is_shard = isinstance(pair[0], DTensor)
+            pairs = shards if is_shard else plain_tensors
+            pairs.append(pair)
+
+        for pairs in (shards, plain_tensors):
+            if pairs:
+                averaged_of_kind = [average for average, _ in pairs]
+                current_of_kind = [current for _, current in pairs]
+                original_average(averaged_of_kind, current_of_kind, num_averaged)
 
     module.multi_avg_fn = average_separately

@@ -148,8 +148,8 @@ class ShardedModule(Extension):
         if self._unused_parameters is not None:
             self._unused_parameters.before_backward()
 
-        # In half precision, a parameter that only the last of several micro-batches uses would get
-        # a gradient of another dtype than those that torch averages together with it.
+        # A parameter that only the last of several micro-batches uses would get a gradient in half
+        # precision. Torch averages it together with those accumulated before, which are in fp32.
         is_last_of_several = micro_batch.last and not micro_batch.first
         if self._half_dtype is not None and is_last_of_several:
             self._convert_late_gradients()
@@ -188,9 +188,9 @@ class ShardedModule(Extension):
         another_step_begins = self._step_key != step.key
         self._step_key = step.key
 
-        # `_is_last_backward` is still that of the previous micro-batch. If it is False there, the
-        # loop has left the previous global batch before its last micro-batch.
-        previous_was_last = self._is_last_backward
+        # If a step begins although the previous micro-batch was not the last one of its step, the
+        # loop has left the previous global batch early.
+        previous_was_last = self._is_last_backward  # set by the previous micro-batch
         if another_step_begins and not previous_was_last:
             self._drop_unfinished_gradients()
 
@@ -210,15 +210,16 @@ class ShardedModule(Extension):
     def _set_is_last_backward(self, is_last_backward: bool) -> None:
         """Tells torch whether the next backward pass is the last one before gradients are complete.
 
-        The last one averages gradients over the ranks, and waits for the communication. Before it
-        they accumulate on this rank. (With `accumulate_shards` torch averages in every backward
-        pass, as it does by default.)
+        Gradients accumulate on this rank until the last backward pass, which averages them. With
+        `accumulate_shards` every backward pass averages them.
         """
         if is_last_backward == self._is_last_backward:  # a change takes time, it visits all units
             return
 
         self._is_last_backward = is_last_backward
+        # Whether the backward pass waits for the communication at its end.
         self._root.set_is_last_backward(is_last_backward)
+        # Whether it averages the gradients. Without this call, it does.
         if not self._accumulate_shards:
             self._root.set_requires_gradient_sync(is_last_backward)
 
@@ -280,8 +281,19 @@ class ShardedModule(Extension):
         self._raise_if_earlier_forward_failed()
         self._end_double_backward()
         self._reshard()
-        not_averaged = self._parameters_with_whole_gradient()
+        self._check_gradients_are_averaged()
+        if self._unused_parameters is not None:
+            self._unused_parameters.before_step()
 
+        # Look for changed shards in some of the first steps, and then at regular intervals.
+        number_of_this_step = self._run.step.number + 1
+        if check_due(number_of_this_step):
+            self._refuse_autograd_gradients()
+            self._check_shards()
+
+    def _check_gradients_are_averaged(self) -> None:
+        """Raises UsageError if a loss was not computed from the outputs of the model."""
+        not_averaged = self._parameters_with_whole_gradient()
         if not_averaged:
             raise UsageError(
                 "a backward pass around the outputs of a sharded model",
@@ -290,15 +302,6 @@ class ShardedModule(Extension):
                 "compute the loss of every micro-batch from what the model returns, in tensors, "
                 "tuples, lists or dicts",
             )
-
-        if self._unused_parameters is not None:
-            self._unused_parameters.before_step()
-
-        # Look for changed shards in some of the first steps, and then at regular intervals.
-        # `number` counts finished steps.
-        if check_due(self._run.step.number + 1):
-            self._refuse_autograd_gradients()
-            self._check_shards()
 
     def _parameters_with_whole_gradient(self) -> list[str]:
         """Returns the names of whole parameters that still hold a gradient.
@@ -355,11 +358,11 @@ class ShardedModule(Extension):
         # One hook on each trainable shard is ours (`_refuse_autograd_gradients`).
         check_hooks(self._shards, num_own_hooks=1)
 
-        # `is` can be used: torch returns the same storage object while that is alive, and
-        # `_storages` keeps it alive.
+        # Torch returns the same object for a storage each time, as long as one refers to it.
         replaced: list[str] = []
         for name, shard in self._shards.items():
-            if shard.untyped_storage() is not self._storages[name]:
+            has_other_memory = shard.untyped_storage() is not self._storages[name]
+            if has_other_memory:
                 replaced.append(name)
 
         if replaced:
@@ -473,7 +476,8 @@ class ShardedModule(Extension):
             if self._unused_parameters is not None:
                 self._unused_parameters.before_forward()
 
-            # With `keep_gathered`, units have been gathered since an earlier micro-batch.
+            # Torch looks which parameters are frozen when it gathers a unit. With `keep_gathered`,
+            # units have been gathered since an earlier micro-batch.
             if self._keep_gathered and not self._run.step.micro_batch.first:
                 self._freeze_shards_like_parameters()
 
@@ -494,18 +498,17 @@ class ShardedModule(Extension):
         # Torch also calls this hook if `_before_forward` has raised an error. Then the forward pass
         # has not begun, and there is nothing to reset.
         has_begun = self._forward_is_running
-        error = self._end_forward(output)
+        error = self._error_of_forward(output)
+        self._end_forward()
         if error is None:
             self._free_after_evaluation()
         elif has_begun:
             self._handle_forward_error(error)
 
-    def _end_forward(self, output: Any) -> BaseException | None:
-        """Notes that the forward pass has ended; returns its error (see `_error_of_forward`)."""
-        error = self._error_of_forward(output)
+    def _end_forward(self) -> None:
+        """Notes that the forward pass has ended."""
         self._forward_is_running = False
         self._error_before_forward = None
-        return error
 
     def _error_of_forward(self, output: Any) -> BaseException | None:
         """Returns the error with which a forward pass has ended; None if it has returned.
@@ -561,7 +564,7 @@ def _whole_parameters(units: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]
             id(shard): whole for shard, whole in torch_compat.make_whole_parameters(unit)
         }
         for name, parameter in unit.named_parameters(prefix=unit_name):
-            # None for a scalar, and for a shard of an inner unit.
+            # None for a scalar, which is not sharded, and for a parameter of an inner unit.
             whole = whole_by_id_of_shard.get(id(parameter))
             if whole is not None:
                 whole_parameters[name] = whole

@@ -70,10 +70,13 @@ class UnitOutputs:
         if not torch.is_grad_enabled():
             return output
         if output is None:
+            # `after_torch` could not replace a pair by None again. So torch's hook will find
+            # nothing, and what it would do is done here.
             self._show_hidden_tensors_of_none(module)
             return None
 
-        # Torch's gradient hooks would be dropped from views that the user changes in place.
+        # A view loses its gradient hooks, and so torch's, when the user changes it in place. So
+        # views are replaced by tensors that are none.
         leaves, structure = torch_compat.pytree.tree_flatten(output)
         leaves = [_without_view(leaf) for leaf in leaves]
 
@@ -85,10 +88,7 @@ class UnitOutputs:
         return torch_compat.pytree.tree_unflatten(leaves, structure), hidden_tensors
 
     def _show_hidden_tensors_of_none(self, module: Any) -> None:
-        """Does what torch's hook would do with the hidden tensors of a module that returns None.
-
-        They cannot be added to the output: `after_torch` could not replace it by None again.
-        """
+        """Does what torch's hook would do with the hidden tensors of a module that returns None."""
         hidden_tensors = self._hidden_tensors(leaves=[])
         self._register_hooks(hidden_tensors)
         torch_compat.gather_in_backward_of(hidden_tensors, module)
@@ -112,9 +112,7 @@ class UnitOutputs:
         """Returns the tensors inside objects of the output and those in attributes of modules.
 
         A tensor in an attribute of a module is returned only once, even if it stays there for
-        several forward passes. To remember this, the tensor itself gets an attribute
-        (`_SHOWN_BY`): the set of the ids of the `UnitOutputs` that have returned it. Each unit has
-        such an object, and a tensor may be in attributes of modules of several units.
+        several forward passes.
 
         Args:
             leaves: the values in the containers of the output.
@@ -131,14 +129,21 @@ class UnitOutputs:
                     _collect_tensors(value, in_attributes, search_objects=False)
 
         for tensor in in_attributes:
-            if _SHOWN_BY not in vars(tensor):
-                vars(tensor)[_SHOWN_BY] = set()
-            shown_by = vars(tensor)[_SHOWN_BY]
-            if id(self) not in shown_by:
-                shown_by.add(id(self))
+            if not self._was_shown_before(tensor):
                 tensors.append(tensor)
 
         return tensors
+
+    def _was_shown_before(self, tensor: Tensor) -> bool:
+        """Returns False when this object asks for the first time about a tensor.
+
+        The tensor remembers in an attribute who has asked: each unit has a `UnitOutputs`, and a
+        tensor may be in attributes of modules of several units.
+        """
+        shown_by: set[int] = vars(tensor).setdefault(_SHOWN_BY, set())
+        was_shown = id(self) in shown_by
+        shown_by.add(id(self))
+        return was_shown
 
     def _notice_double_backward(self, gradient: Tensor) -> None:
         """A gradient hook that only notices a backward pass with `create_graph=True`."""

@@ -139,13 +139,13 @@ class SummedScalars(VirtualRankGradients):
             # Each partial sum has a gradient, or None, for each scalar of the module. Take those of
             # the scalars in this bucket, as a vector with 0 for None.
             indices = [self._index_in_module[id(scalar)] for scalar in scalars]
-            nodes: list[Tensor] = []
+            partial_sums_of_bucket: list[Tensor] = []
             for partial_sum in partial_sums:
                 gradients = [partial_sum[index] for index in indices]
-                nodes.append(_stack(gradients, scalars[0]))
+                partial_sums_of_bucket.append(_stack(gradients, scalars[0]))
 
             means = torch.empty(len(scalars), dtype=scalars[0].dtype, device=scalars[0].device)
-            wait = sums.start(nodes, means, scale=scale)
+            wait = sums.start(partial_sums_of_bucket, total=means, scale=scale)
             wait()
             for index, scalar, mean in zip(indices, scalars, means, strict=True):
                 scalar.grad = mean.clone() if is_used[index] else None

@@ -138,9 +138,14 @@ class TreeReduceScatter:
     def _slice(self, partial_sum: Tensor) -> list[Tensor]:
         """Cuts a partial sum into the slices of all processes, in the order of the processes.
 
-        Of 2 copies of 2 shards, process 0 gets the first half of the first shard, process 1 the
-        first half of the second shard, process 2 the second half of the first, and process 3 the
-        second half of the second. Slices have the same length, so the last ones may be padded.
+        With 2 copies of a model in 2 shards, 4 processes sum [1, 2, 3, 4, 5, 6, 7, 8]:
+
+            process      0 (copy 0)    1 (copy 0)    2 (copy 1)    3 (copy 1)
+            has shard    [1, 2, 3, 4]  [5, 6, 7, 8]  [1, 2, 3, 4]  [5, 6, 7, 8]
+            gets slice   [1, 2]        [5, 6]        [3, 4]        [7, 8]
+
+        The processes with the same shard divide it between them. All slices have the same length,
+        so the last ones may be padded.
         """
         shards = partial_sum.view(self._num_shards, -1)
         length_of_slice = ceil_div(shards.shape[1], self._num_copies)
@@ -216,9 +221,9 @@ class TreeReduceScatter:
                 "lockstep verify --float64",
             )
 
-        # Drop the zeros that follow each gradient, because the last shards may have fewer rows than
-        # others. For example, 2 shards of a gradient of shape (3, 5) have 2 rows and 1 row of it,
-        # so the padded gradient has 2 * 10 elements, of which the last 5 are zeros.
+        # Drop the zeros that follow each gradient: the last shards may have fewer rows than others.
+        # For example, a gradient of shape (3, 5) in 2 shards has the rows 0 and 1 in shard 0, and
+        # row 2 and a row of zeros in shard 1.
         gradients: list[Tensor] = []
         for parameter, padded in zip(parameters, padded_gradients, strict=True):
             gradient = padded.reshape(-1)[: parameter.numel()]
@@ -265,14 +270,15 @@ class TreeReduceScatter:
         virtual_rank = micro_batch.virtual_rank
         assert virtual_rank is not None
 
-        # The plan of the sums of this process: its virtual ranks (`leaves`), and for each of them
-        # how many additions follow (`merges`).
+        # The virtual ranks of this process, and how many additions follow each push. For example,
+        # `leaves` is (4, 5, 6, 7) and `merges` is (0, 1, 0, 2).
         sums = self._tree.sums(micro_batch.global_samples)
 
-        # The virtual ranks of this process are pushed in order. For example, this is the third of
-        # them and only one was pushed before, so zeros are pushed for the second.
+        # The virtual ranks are pushed in order. If this is number 6 and only 4 was pushed before,
+        # zeros are pushed for number 5.
         num_before = sums.leaves.index(virtual_rank.number)
-        for _ in range(self._num_pushed, num_before):
+        num_missing = num_before - self._num_pushed
+        for _ in range(num_missing):
             self._push_next(torch.zeros_like(gradient), sums.merges)
 
         self._check_same_parameters(gradient, micro_batch)
@@ -339,14 +345,18 @@ class ShardedVirtualRanks(Extension):
             unit.set_force_sum_reduction_for_comms(True)
 
     def begin(self, micro_batch: MicroBatch) -> None:
-        """Removes the zeros that the previous virtual rank has left in the gradients of shards."""
-        # Without a backward pass, gradients of earlier global batches may be there, and stay.
+        """Drops what earlier micro-batches have left, if a global batch or virtual rank begins."""
         previous_had_backward = self._skipped.had_backward
         if micro_batch.virtual_rank_begins:
-            self._skipped.begin(micro_batch)
+            self._skipped.begin(micro_batch)  # resets `had_backward`
+
         if micro_batch.first:
             self.clear_gradients()
-        elif micro_batch.virtual_rank_begins and previous_had_backward:
+            return
+
+        # The previous virtual rank has left zeros in the gradients of the shards. If it had no
+        # backward pass, these are gradients of earlier global batches, which must stay.
+        if micro_batch.virtual_rank_begins and previous_had_backward:
             for parameter in self._root.parameters():
                 parameter.grad = None
 

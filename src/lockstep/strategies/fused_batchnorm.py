@@ -78,15 +78,27 @@ def combine_rows(
     # to change any sum.
     counts = counts.reshape(-1).clamp(min=SMALLEST_COUNT)
 
-    # The kernel expects the input of the layer as its first argument, but only looks at its dtype
-    # and size: from 2**31 elements on it uses 64-bit integers. The ranks may have that many values
-    # together even if no rank has them alone. So a tensor of 2**31 elements is passed, which takes
-    # no memory because all of them are at the same address.
-    large_input = rows.new_empty(()).expand(2**31)
     mean, invstd = torch.batch_norm_gather_stats_with_counts(
-        large_input, means, invstds, running_mean, running_var, momentum, eps, counts
+        _input_for_64_bit_counts(rows.dtype, rows.device),
+        means,
+        invstds,
+        running_mean,
+        running_var,
+        momentum,
+        eps,
+        counts,
     )
     return mean, invstd
+
+
+def _input_for_64_bit_counts(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a tensor that takes the place of a layer's input, and makes a kernel use 64 bits.
+
+    `batch_norm_gather_stats_with_counts` only looks at the dtype and the size of the input: from
+    2**31 elements on, it uses 64-bit integers. The ranks may have that many values together even if
+    no rank has them alone. This tensor takes no memory: all its elements are at the same address.
+    """
+    return torch.empty((), dtype=dtype, device=device).expand(2**31)
 
 
 class FusedNormalize(torch.autograd.Function):
@@ -125,7 +137,8 @@ class FusedNormalize(torch.autograd.Function):
         bias_for_kernel = _for_kernels(bias, mean.dtype)
         ctx.save_for_backward(x, weight_for_kernel, mean, invstd, counts.to(torch.int32))
 
-        # The dtype of the gradients of weight and bias. A layer without weight may have a bias.
+        # The dtype of the gradients of weight and bias. A layer without weight may have a bias,
+        # whose gradient then gets the dtype of the statistics.
         ctx.weight_dtype = mean.dtype if weight is None else weight.dtype
         ctx.sum_over_ranks = sum_over_ranks
         ctx.is_placeholder = is_placeholder

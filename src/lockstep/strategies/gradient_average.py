@@ -96,8 +96,8 @@ class GradientAverage:
         if not self._buckets:
             return
 
-        # The flags of a bucket may differ between ranks. A sum over the ranks is above 0 if the
-        # flag is set on any of them.
+        # The flags of a bucket say what it contains on this rank, e.g. which parameters have a
+        # gradient. A sum of flags over the ranks is above 0 if the flag is set on any of them.
         flags_of_buckets = [bucket.flags() for bucket in self._buckets]
         sums_of_flags = torch.tensor([*chain(*flags_of_buckets)], dtype=torch.int32)
         wait_for_flags = routing.start_all_reduce(sums_of_flags, self._group)

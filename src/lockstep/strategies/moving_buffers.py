@@ -24,7 +24,7 @@ from lockstep.errors import warn
 from lockstep.session.check_schedule import check_due
 from lockstep.session.step import Step
 from lockstep.strategies.bit_sums import bit_sums
-from lockstep.strategies.replication import start_sum, take_from_first
+from lockstep.strategies.replication import broadcast_from_first_rank, start_sum
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.torch_compat import BatchNorm
 from lockstep.wording import join_first
@@ -106,7 +106,7 @@ class MovingBuffers:
 
         if self.moving:
             buffers = dict(self._module.named_buffers())
-            take_from_first([buffers[name] for name in self.moving], self._group)
+            broadcast_from_first_rank([buffers[name] for name in self.moving], self._group)
 
     def _find_moving(self) -> None:
         """Sets `moving` to the names of the watched buffers that have changed on any rank.
@@ -161,9 +161,9 @@ class MovingBuffers:
         # negative.
         maxima = torch.stack([has_changed, sums, -sums])  # shape (3, buffers)
 
-        # If this rank had no samples, its buffers have kept their old values, which must not count
-        # in the two rows of sums. So it sends the smallest possible number there: the maximum over
-        # the ranks is then that of the others.
+        # If this rank had no samples, its buffers have kept their old values, which must not count.
+        # So it sends the smallest possible number for both sums, and the maxima are those of the
+        # other ranks. For example, they all have the sum 7: then the maxima are 7 and -7.
         micro_batch = self._step.micro_batch
         rank_has_no_samples = micro_batch.global_samples > 0 and micro_batch.local_rows == 0
         if rank_has_no_samples:
@@ -218,7 +218,7 @@ class MovingBuffers:
         averaged = [buffers[name] for name in self._averaged_names]
 
         # mean = sum(weight * buffer) / sum(weight), with sums over the ranks. The weight is sent
-        # once for each buffer, with the dtype and device of the buffer.
+        # once for each buffer, with the dtype and device of the buffer, by which it is divided.
         sums: list[Tensor] = []
         total_weights: list[Tensor] = []
         for buffer in averaged:

@@ -138,10 +138,11 @@ class _PlaceholderHooks(RunHook):
         if not any(has_no_rows(tensor) for tensor in tensors_and_attributes((args, kwargs))):
             return None
 
-        # The step learns from the user's tensors which micro-batch the loop computes on. Only then
-        # is `rank_has_no_samples` right.
+        # From the inputs the step learns which micro-batch the loop computes on. This has to come
+        # before the question whether the rank has no samples of it.
         self._run_state.report_inputs((args, kwargs))
-        if not self._run_state.rank_has_no_samples:  # the user made the tensors without rows
+        user_made_tensors_without_rows = not self._run_state.rank_has_no_samples
+        if user_made_tensors_without_rows:
             return None
 
         self._placeholder_sample = Placeholder(self._run_state.sample_tensors)
@@ -168,7 +169,8 @@ class _PlaceholderHooks(RunHook):
         context is exited here.
 
         Returns:
-            The output without the row; None, which leaves it unchanged, if `before` added no row.
+            The output without the row, also in a `torch.distributions.Distribution`; None, which
+            leaves the output unchanged, if `before` added no row.
         """
         if not self._row_was_added:
             return None
@@ -200,12 +202,10 @@ class _PlaceholderHooks(RunHook):
 def _without_side_effects(module: nn.Module) -> Iterator[None]:
     """A context for a forward pass that must not change buffers and random streams.
 
-    Normalisation layers compute as in evaluation, because in training a batch of one sample may be
-    an error. SyncBatchNorm is an exception: all ranks compute its statistics together, and it
-    ignores placeholders by itself.
-
-    At the end, all other buffers that the forward pass has changed are restored. The model may have
-    buffers besides those of normalisation layers, such as a counter of its calls.
+    SyncBatchNorm layers, which ignore placeholders by themselves, compute as usual: all ranks do so
+    together. Other normalisation layers compute as in evaluation, because in training a batch of
+    one sample may be an error. At the end, all buffers of the model are restored except those of
+    SyncBatchNorm layers.
     """
     normalisation_layers: list[nn.Module] = []  # without SyncBatchNorm
     ids_of_synchronised_buffers: set[int] = set()

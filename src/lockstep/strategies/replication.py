@@ -28,7 +28,9 @@ BUCKET_BYTES = 25 * 2**20
 """The maximum size of a message, unless a single tensor is larger."""
 
 
-def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+def broadcast_from_first_rank(
+    tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None
+) -> None:
     """Overwrites tensors with the values that they have on the first rank of a group.
 
     They are sent as bytes, because no backend supports all dtypes.
@@ -65,13 +67,15 @@ def take_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
 def _take_bucket_from_first(bucket: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Overwrites the tensors of a bucket with the values of the first rank, in one message."""
     tensors_as_bytes = [tensor_bytes.to_bytes(tensor) for tensor in bucket]
-    message = tensors_as_bytes[0] if len(bucket) == 1 else torch.cat(tensors_as_bytes)
+    if len(bucket) == 1:
+        message = tensors_as_bytes[0]  # for a contiguous tensor, a view of it
+    else:
+        message = torch.cat(tensors_as_bytes)
     routing.broadcast(message, group=group)
     received = torch.split(message, [len(as_bytes) for as_bytes in tensors_as_bytes])
 
     for tensor, as_bytes in zip(bucket, received, strict=True):
-        # The message of a single contiguous tensor is a view of it (`to_bytes`), so the broadcast
-        # has written the values into the tensor.
+        # If the message is a view of the tensor, the broadcast has written to the tensor itself.
         was_received_in_place = as_bytes.data_ptr() == tensor.data_ptr()
         if was_received_in_place:
             continue
@@ -156,8 +160,7 @@ def norm_over_ranks(
 ) -> Tensor:
     """Returns the norm of all tensors that the ranks of a group hold together.
 
-    It takes one all-reduce of one number, or of two for the norm types inf and -inf. They are in
-    float64, so that the powers of large norms do not overflow.
+    It takes one all-reduce, in float64, so that the powers of large norms do not overflow.
 
     Args:
         local_tensors: the tensors of this rank, possibly none.
@@ -170,8 +173,9 @@ def norm_over_ranks(
         A tensor without dimensions, in the widest dtype of `local_tensors`.
     """
     result_dtype = _widest_dtype(local_tensors)
-    carrier = carrier_device(device, group)
-    local_norm = _local_norm(local_tensors, norm_type, carrier).double().to(carrier)
+    device_of_messages = carrier_device(device, group)
+    local_norm = _local_norm(local_tensors, norm_type, device_of_messages)
+    local_norm = local_norm.double().to(device_of_messages)
 
     # The largest or smallest norm. It is the same however many ranks hold it.
     if math.isinf(norm_type):
@@ -211,7 +215,7 @@ def _local_norm(local_tensors: Sequence[Tensor], norm_type: float, device: torch
     if filled:
         return torch.nn.utils.get_total_norm(filled, norm_type)
     neutral = 0.0 if norm_type > 0 else math.inf
-    # A kernel fills this tensor. One that was made on the CPU would be copied to a GPU, and wait.
+    # Unlike `torch.tensor(neutral, device=device)`, this does not wait for a GPU.
     return torch.full((), neutral, device=device)
 
 

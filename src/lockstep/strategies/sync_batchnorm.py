@@ -172,12 +172,13 @@ class SyncBatchNorm(BatchNorm):
         if self.track_running_stats:
             update_running_stats(self, moments.mean, moments.variance, moments.total)
 
+        sum_over_ranks = self._function_that_sums_over_ranks()
         output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, moments, self.eps, self._sum_over_ranks()
+            x, self.weight, self.bias, moments, self.eps, sum_over_ranks
         )
         return output
 
-    def _sum_over_ranks(self) -> Callable[[Tensor], Tensor]:
+    def _function_that_sums_over_ranks(self) -> Callable[[Tensor], Tensor]:
         """Returns the function that sums over ranks in the backward pass."""
         return partial(sum_over_ranks, group=self.process_group, tree_sums=self.tree_sums)
 
@@ -206,7 +207,7 @@ class SyncBatchNorm(BatchNorm):
             mean,
             invstd,
             counts,
-            self._sum_over_ranks(),
+            self._function_that_sums_over_ranks(),
             x_is_placeholder,
         )
         return output
@@ -221,19 +222,13 @@ class SyncBatchNorm(BatchNorm):
         Returns:
             The mean and `1 / sqrt(variance + eps)` of all ranks' samples.
         """
-        # The usual case: one kernel combines the rows and updates the running statistics.
+        # The usual case: one kernel combines the rows and updates the running statistics. It needs
+        # the momentum as a Python number. (Without a momentum, the weight of this batch is
+        # 1 / `num_batches_tracked`, a tensor on the device.) It also needs statistics in the dtype
+        # of the rows.
         running_mean = self.running_mean
-        kernel_can_update = (
-            self.track_running_stats
-            # Without a momentum the weight of this batch is 1 / `num_batches_tracked`, a tensor on
-            # the device, and the kernel needs a Python number.
-            and self.momentum is not None
-            # The kernel needs statistics in the dtype of the rows.
-            and running_mean is not None
-            and running_mean.dtype == rows.dtype
-        )
-        if kernel_can_update:
-            assert self.momentum is not None
+        has_dtype_of_rows = running_mean is not None and running_mean.dtype == rows.dtype
+        if self.track_running_stats and self.momentum is not None and has_dtype_of_rows:
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
             return fused_batchnorm.combine_rows(
@@ -287,8 +282,10 @@ def _check_all_ranks_run_this() -> None:
 
     Then not all ranks run this layer, which would wait for them forever.
     """
-    if torch.is_grad_enabled():
+    is_evaluation = not torch.is_grad_enabled()
+    if not is_evaluation:
         return
+
     # The run blocks collectives in such an evaluation, and says why.
     reason_collectives_are_blocked = blocked_reason()
     if reason_collectives_are_blocked is not None:
@@ -486,10 +483,10 @@ def _two_pass_moments(x: Tensor) -> _LocalMoments:
 
     sum_of_deviations, sum_of_squares = _sum_and_sum_of_squares(deviations)
 
-    # If the rough mean were exact, the deviations would add up to 0. (Its error also makes the sum
-    # of squares too large, by count * error**2, which does not matter.)
-    missing_in_rough_mean = sum_of_deviations.double() / count
-    mean = rough_mean + missing_in_rough_mean
+    # The rough mean has an error by rounding, which is the mean of the deviations. (It also makes
+    # the sum of squares too large, by count * error**2, which does not matter.)
+    error_of_rough_mean = sum_of_deviations.double() / count
+    mean = rough_mean + error_of_rough_mean
     return _LocalMoments(mean, sum_of_squares, _CentredInput(rough_mean, deviations))
 
 

@@ -59,8 +59,9 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
     _check_can_synchronise(module, run)
     _convert_layers(module, all_layers=run.settings.synchronises_batchnorm)
 
-    # Every rank computes one virtual rank, with the same number. Virtual ranks without samples are
-    # present in the sums as well, and contribute zeros.
+    # Every rank computes one virtual rank, with the same number: rank r has those from `bounds[r]`
+    # to `bounds[r + 1] - 1`. Virtual ranks without samples are present in the sums as well, and
+    # contribute zeros.
     num_ranks = run.topology.size
     tree_sums = TreeSums(
         present=(True,) * num_ranks,
@@ -116,9 +117,10 @@ def _check_can_synchronise(module: nn.Module, run: Run) -> None:
     settings = run.settings
     assert settings.virtual_ranks is not None
     num_ranks = run.topology.size
-    was_set = f"virtual_ranks={settings.virtual_ranks} with a SyncBatchNorm in the model"
     if settings.sync_batchnorm:
         was_set = f"virtual_ranks={settings.virtual_ranks} with sync_batchnorm=True"
+    else:
+        was_set = f"virtual_ranks={settings.virtual_ranks} with a SyncBatchNorm in the model"
 
     if settings.virtual_ranks != num_ranks:
         raise SettingError(
@@ -147,8 +149,7 @@ def _check_can_synchronise(module: nn.Module, run: Run) -> None:
         if is_restricted_to_some_ranks:
             raise SettingError(
                 was_set,
-                # The subject is the SyncBatchNorm in the model, which `was_set` names.
-                "it has a process_group of some ranks, whose sums have no place in the tree over "
-                "all virtual ranks",
+                "the SyncBatchNorm has a process_group of some ranks, whose sums have no place in "
+                "the tree over all virtual ranks",
                 "build it without process_group",
             )

@@ -20,7 +20,7 @@ to which all other virtual ranks contribute zeros.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -181,9 +181,8 @@ class VirtualRankBuffers(Extension):
     def begin(self, micro_batch: MicroBatch) -> None:
         """Gives the buffers their initial values before a virtual rank of a global batch begins.
 
-        The first virtual rank copies the buffers. Before each later one, they are restored from
-        these copies. Buffers of SyncBatchNorm layers are not restored, because all virtual ranks
-        give them the same values, those of the global batch.
+        They are copied when the global batch begins. Before each later virtual rank, what the
+        previous one has left is stored, and the buffers are restored from the copies.
         """
         if not self._buffer_owners:
             return
@@ -192,57 +191,50 @@ class VirtualRankBuffers(Extension):
         if micro_batch.first:
             self._values_left_by_loop.clear()
         else:
-            self._put_back_values_left_by_loop()  # the loop goes on, with batches that it holds
+            # If `pass_ended` has taken the loop for left: it goes on, with batches that it holds.
+            self._put_back_values_left_by_loop()
+
         if not micro_batch.virtual_rank_begins:
             return
 
-        # The micro-batch with which the previous virtual rank began, if there was one.
-        previous = self._first_micro_batch_of_virtual_rank
+        first_of_previous = self._first_micro_batch_of_virtual_rank
         self._first_micro_batch_of_virtual_rank = micro_batch
-
-        # `after_step` has stored the buffers of the last virtual rank of the previous global batch.
-        if previous is None or micro_batch.first:  # the first of the run, or of a global batch
+        if micro_batch.first or first_of_previous is None:
             self._begin_global_batch()
         else:
-            self._store_buffers_left_by(previous)
-            self._restore_buffers(keep_synchronised=True)
+            self._store_buffers_left_by(first_of_previous)
+            self._restore_unsynchronised_buffers()
 
     def _begin_global_batch(self) -> None:
-        """Copies the initial buffers of a global batch, and drops what is left of the previous one.
-
-        Buffers of SyncBatchNorm layers are never restored here, because all virtual ranks have
-        given them the same values.
-        """
+        """Copies the initial buffers of a global batch, and drops what is left of the last one."""
         # If no optimizer has stepped for the previous global batch, the module still has the
-        # buffers of its last virtual rank. Go back to those of its beginning.
+        # buffers that the last virtual rank has left. Restore those from before that global batch.
         if self._has_uncombined_buffers:
-            self._restore_buffers(keep_synchronised=True)
+            self._restore_unsynchronised_buffers()
 
         self._partial_sums.clear()
         self._buffers_of_first_virtual_rank = None
         self._copy_buffers()
-        # The step of an optimizer combines them. Without one, the script changes them by itself.
+        # The step of an optimizer will combine what the virtual ranks leave in the buffers. A
+        # module without an optimizer is left alone: the script changes its buffers by itself.
         self._has_uncombined_buffers = self._has_optimizer
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Combines the buffers of all virtual ranks, after the step of the first optimizer.
-
-        1. Store the buffers of the last virtual rank, which are still in the module.
-        2. Restore the initial buffers. Those of SyncBatchNorm layers are left alone: they have the
-           values of the global batch already.
-        3. Give averaged buffers their mean, and advance the counters.
-        4. Give all other buffers the values that the first virtual rank of this process has left,
-           and then those of rank 0.
-        """
-        latest = self._first_micro_batch_of_virtual_rank
-        if latest is None or not self._has_uncombined_buffers:
+        """Combines the buffers of all virtual ranks, after the step of the first optimizer."""
+        of_last_virtual_rank = self._first_micro_batch_of_virtual_rank
+        if of_last_virtual_rank is None or not self._has_uncombined_buffers:
             return
         self._has_uncombined_buffers = False
 
+        # The module still has the buffers that the last virtual rank has left.
         self._put_back_values_left_by_loop()
-        self._store_buffers_left_by(latest)
-        self._restore_buffers(keep_synchronised=True)
-        self._combine_over_virtual_ranks(latest.global_samples)
+        self._store_buffers_left_by(of_last_virtual_rank)
+        self._restore_unsynchronised_buffers()
+
+        # Averaged buffers get their mean, and counters advance.
+        self._combine_over_virtual_ranks(of_last_virtual_rank.global_samples)
+
+        # All others get what this process's first virtual rank has left, then the values of rank 0.
         self._copy_from_first_virtual_rank()
         if self.moving_buffers is not None:
             self.moving_buffers.make_equal()
@@ -256,13 +248,14 @@ class VirtualRankBuffers(Extension):
         training_pass = self._training_pass
         if training_pass is None or not self._has_uncombined_buffers:
             return
-        if not training_pass.loader_ended or training_pass.may_go_on:
+        loop_may_go_on = not training_pass.loader_ended or training_pass.may_go_on
+        if loop_may_go_on:
             return
 
         for name, buffer in self._changed_buffers().items():
-            if name not in self._synchronised:
+            if name not in self._synchronised:  # the others are not restored
                 self._values_left_by_loop[name] = buffer.clone()
-        self._restore_buffers(keep_synchronised=True)
+        self._restore_unsynchronised_buffers()
 
     @torch.no_grad()
     def _put_back_values_left_by_loop(self) -> None:
@@ -288,7 +281,7 @@ class VirtualRankBuffers(Extension):
         """Restores the initial buffers when the loop has left a global batch early."""
         if self._has_uncombined_buffers:
             self._has_uncombined_buffers = False
-            self._restore_buffers()
+            self._restore_all_buffers()
 
     def saving_begins(self) -> None:
         """Restores the initial buffers of the present global batch, to be saved in a checkpoint.
@@ -299,7 +292,7 @@ class VirtualRankBuffers(Extension):
             return
         for name, buffer in self._changed_buffers().items():
             self._present_values[name] = buffer.clone()
-        self._restore_buffers()
+        self._restore_all_buffers()
 
     @torch.no_grad()
     def saving_ended(self) -> None:
@@ -361,14 +354,24 @@ class VirtualRankBuffers(Extension):
                 changed[name] = buffer
         return changed
 
+    def _restore_all_buffers(self) -> None:
+        """Gives all buffers the values that they had when the global batch began."""
+        self._restore_buffers(names_to_leave=())
+
+    def _restore_unsynchronised_buffers(self) -> None:
+        """Does the same, except for the buffers of SyncBatchNorm layers.
+
+        These have the values of the global batch already, the same on all virtual ranks.
+        """
+        self._restore_buffers(names_to_leave=self._synchronised)
+
     @torch.no_grad()
-    def _restore_buffers(self, *, keep_synchronised: bool = False) -> None:
-        """Gives the buffers the values that they had at the beginning of the global batch.
+    def _restore_buffers(self, names_to_leave: Collection[str]) -> None:
+        """Gives buffers the values that they had when the global batch began.
 
         Args:
-            keep_synchronised: True to leave the buffers of SyncBatchNorm layers as they are.
+            names_to_leave: names of the buffers that stay as they are.
         """
-        names_to_leave = self._synchronised if keep_synchronised else set()
         restored: dict[str, Tensor] = {}
         for name, buffer in self._changed_buffers().items():
             # A buffer with a new shape is no statistic, but for example a cache of the model. Such
@@ -382,6 +385,8 @@ class VirtualRankBuffers(Extension):
 
         initial_values = [self._copies_at_beginning[name].tensor for name in restored]
         copy_to_each(list(restored.values()), initial_values)
+
+        # These writes do not count as changes.
         for name, buffer in restored.items():
             self._copies_at_beginning[name] = self._copies_at_beginning[name].as_copy_of(buffer)
 
@@ -403,28 +408,28 @@ class VirtualRankBuffers(Extension):
         if self.averaged:
             self._add_to_sums(micro_batch)
         if self._buffers_of_first_virtual_rank is None:
-            self._store_as_first(micro_batch)
+            self._store_uncombined_buffers(micro_batch)
 
     def _add_to_sums(self, micro_batch: MicroBatch) -> None:
         """Adds the averaged buffers of a virtual rank, and its counters, to the partial sums."""
+        # Only virtual rank 0 decides how far the counters advance.
         is_virtual_rank_0 = micro_batch.virtual_rank_number == 0
         flat_tensors = self._flatten_results(is_virtual_rank_0=is_virtual_rank_0)
 
-        # Put them on the stack of partial sums, then add up the topmost sums as often as the tree
-        # says.
+        # `push` then replaces the two topmost sums by their sum, `num_merges` times.
         num_merges = self._tree.num_merges(micro_batch)
-        push(self._partial_sums, flat_tensors, num_merges, add_to_each)
+        push(self._partial_sums, flat_tensors, num_merges, add=add_to_each)
 
-    def _store_as_first(self, micro_batch: MicroBatch) -> None:
-        """Stores the other buffers of a virtual rank, unless it has no samples.
+    def _store_uncombined_buffers(self, micro_batch: MicroBatch) -> None:
+        """Stores the buffers that are not combined, of this process's first virtual rank.
 
-        It is called for each virtual rank of this process, until the buffers of one are stored. A
-        virtual rank without samples has changed no buffers, and so would seem to differ from those
-        of other processes. Virtual rank 0 counts in any case: all processes take its buffers.
+        A virtual rank without samples is passed over: processes compare what they have stored, and
+        the buffers that it has not changed would look like a difference. Virtual rank 0 is never
+        passed over, because its buffers are what all processes get.
         """
         is_virtual_rank_0 = micro_batch.virtual_rank_number == 0
-        may_be_first = is_virtual_rank_0 or micro_batch.local_rows > 0
-        if not may_be_first:
+        has_samples = micro_batch.local_rows > 0
+        if not is_virtual_rank_0 and not has_samples:
             return
 
         stored_elsewhere = [*self.combined_names, *self._synchronised]
@@ -437,8 +442,9 @@ class VirtualRankBuffers(Extension):
     def _flatten_results(self, *, is_virtual_rank_0: bool) -> list[Tensor]:
         """Packs the averaged buffers of a virtual rank into one flat tensor for each dtype.
 
-        The increments of the counters of batches follow in the first tensor, so that they need no
-        message of their own. For example, a BatchNorm of two channels gives, on virtual rank 0,
+        The increments of the counters of batches (`num_batches_tracked`) follow in the first
+        tensor, so that they need no message of their own. For example, a BatchNorm of two channels
+        gives, on virtual rank 0,
 
             [mean_0, mean_1, variance_0, variance_1, 1.0]
 
@@ -447,15 +453,16 @@ class VirtualRankBuffers(Extension):
                 All others put zeros in the place of the increments.
         """
         buffers = self._buffers()
-        flat_by_dtype: list[list[Tensor]] = []
+        pieces_by_dtype: list[list[Tensor]] = []
         for names in self._averaged_by_dtype(buffers):
-            flat_by_dtype.append([buffers[name].reshape(-1) for name in names])
+            pieces_by_dtype.append([buffers[name].reshape(-1) for name in names])
 
         # There is a first dtype, because this is only called if there are averaged buffers.
-        flat_by_dtype[0] += self._counter_increments(
-            buffers, dtype=flat_by_dtype[0][0].dtype, is_virtual_rank_0=is_virtual_rank_0
+        first_pieces = pieces_by_dtype[0]
+        first_pieces += self._counter_increments(
+            buffers, dtype=first_pieces[0].dtype, is_virtual_rank_0=is_virtual_rank_0
         )
-        return [torch.cat(flat) for flat in flat_by_dtype]
+        return [torch.cat(pieces) for pieces in pieces_by_dtype]
 
     def _counter_increments(
         self, buffers: Mapping[str, Tensor], *, dtype: torch.dtype, is_virtual_rank_0: bool
@@ -490,7 +497,7 @@ class VirtualRankBuffers(Extension):
     def _combine_over_virtual_ranks(self, num_samples: int) -> None:
         """Averages buffers over virtual ranks, and advances the counters of batches.
 
-        Every partial sum on the stack is a list with one flat tensor for each dtype, as
+        Each partial sum in `_partial_sums` is a list with one flat tensor for each dtype, as
         `_flatten_results` makes it: the averaged buffers of that dtype, and in the first tensor
         also the increments of the counters. Each dtype takes one message.
 
@@ -517,8 +524,8 @@ class VirtualRankBuffers(Extension):
             lengths = [buffer.numel() for buffer in (*averaged, *counters)]
             packed_mean = averaged[0].new_empty(sum(lengths))
             sums_of_dtype = [partial_sum[dtype_index] for partial_sum in self._partial_sums]
-            wait = sums.start(sums_of_dtype, packed_mean, scale=mean_scale)
-            wait()
+            wait_for_mean = sums.start(sums_of_dtype, total=packed_mean, scale=mean_scale)
+            wait_for_mean()
 
             # Unpack it: [mean of buffer a | mean of buffer b | mean increment of counter c].
             parts = torch.split(packed_mean, lengths)

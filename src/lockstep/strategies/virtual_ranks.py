@@ -125,12 +125,21 @@ class _BucketGradients(NamedTuple):
         for view, index in zip(self.views, self.indices_in_module, strict=True):
             gradient = gradients_of_module[index]
             if gradient is not None:
-                # Copy the gradient to the place in `flat` that `view` has in the buffer. The view
-                # may have another memory format, such as channels last, so the strides are needed.
-                offset = view.storage_offset() - as_dtype_of(view, self.buffer).storage_offset()
-                flat_here = as_dtype_of(view, flat)
-                flat_here.as_strided(view.shape, view.stride(), offset).copy_(gradient)
+                self._same_place_in(flat, view).copy_(gradient)
         return flat
+
+    def _same_place_in(self, flat: Tensor, view: Tensor) -> Tensor:
+        """Returns a view of the place in `flat` that another view has in the bucket's buffer.
+
+        Args:
+            flat: tensor like the buffer, which begins at the start of its storage.
+            view: the gradient of a parameter, as a view of the buffer. It may have another memory
+                format, such as channels last, and may be complex in a real buffer.
+        """
+        # Offsets count from the start of a storage, which may lie before the buffer.
+        begin_of_buffer = as_dtype_of(view, self.buffer).storage_offset()
+        offset_in_buffer = view.storage_offset() - begin_of_buffer
+        return as_dtype_of(view, flat).as_strided(view.shape, view.stride(), offset_in_buffer)
 
 
 class SkippedVirtualRanks:
@@ -168,10 +177,11 @@ class SkippedVirtualRanks:
 
     def _end_previous_global_batch(self) -> None:
         """Remembers what was skipped: a script may step after several global batches."""
+        # Without any backward pass, the global batch was left out as a whole, and is complete.
         if self._backward_began:
             self._note_if_latest_was_skipped()
-            self._skipped_earlier = self._skipped or self._skipped_earlier
-        # Otherwise the global batch was left out as a whole, so nothing is incomplete.
+            if self._skipped is not None:
+                self._skipped_earlier = self._skipped
 
         self._skipped = None
         self._backward_began = False
@@ -253,7 +263,7 @@ class VirtualRankGradients(Extension):
         self._backward_left_gradients = False
         """True if there were gradients at the end of the latest backward pass."""
         self._skipped = SkippedVirtualRanks(lambda: has_nonzero_gradients(self._parameters))
-        self._are_in_buckets = False
+        self._gradients_are_in_buckets = False
         """True if the gradients in `parameter.grad` are views of DDP's buckets, although they are
         those of a single virtual rank."""
         self._sum_lacks_gradients = False
@@ -283,10 +293,10 @@ class VirtualRankGradients(Extension):
         if micro_batch.virtual_rank_begins and previous is not None:
             self._look_for_cleared_gradients(previous)
             previous_had_backward = self._skipped.had_backward
-            self._skipped.begin(micro_batch)
+            self._skipped.begin(micro_batch)  # resets `had_backward`
 
-            # The gradients of the previous virtual rank are still in `parameter.grad`. If the
-            # script has skipped it, those of earlier global batches may be there, and stay.
+            # The gradients of the previous virtual rank are still in `parameter.grad`. If it had no
+            # backward pass, these are gradients of earlier global batches, which must stay.
             self._move_gradients_to_sums(previous, has_gradients=previous_had_backward)
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
@@ -312,8 +322,8 @@ class VirtualRankGradients(Extension):
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Raises UsageError if the sum of the gradients lacks those of a virtual rank.
 
-        The script has not computed them, or has cleared them. This is no error in a global batch
-        for which it leaves out the optimizer's step.
+        The script has not computed them, or has cleared them. It may do so in a global batch for
+        which it does not call `optimizer.step()`, since this is only called by a step.
         """
         skipped = self._skipped.find()
         if skipped is None and not self._sum_lacks_gradients:
@@ -321,7 +331,8 @@ class VirtualRankGradients(Extension):
 
         ids_in_optimizer = {id(parameter) for parameter in parameters_of(optimizer)}
         ids_in_module = self._index_in_module.keys()
-        if ids_in_optimizer.isdisjoint(ids_in_module):
+        is_for_another_module = ids_in_optimizer.isdisjoint(ids_in_module)
+        if is_for_another_module:
             return
 
         if skipped is not None:
@@ -350,15 +361,15 @@ class VirtualRankGradients(Extension):
 
         # After the last virtual rank all partial sums are merged into one: a list with the sum of
         # each parameter's gradients, or None for a parameter that was not used.
-        (sums_of_parameters,) = self._partial_sums
+        (gradients,) = self._partial_sums
         self._partial_sums.clear()
 
-        # Divide the sums by the number of virtual ranks, which gives the means.
-        used = [gradient for gradient in sums_of_parameters if gradient is not None]
+        # The mean over the virtual ranks, in place.
+        used = [gradient for gradient in gradients if gradient is not None]
         if used:
             multiply_each(used, 1.0 / self.tree.num_virtual_ranks)
 
-        for parameter, gradient in zip(self._parameters, sums_of_parameters, strict=True):
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
     def handle_bucket(self, bucket: dist.GradBucket) -> Callable[[], None]:
@@ -374,7 +385,7 @@ class VirtualRankGradients(Extension):
         """
         if self._step.micro_batch.last:
             return self._start_bucket_sum(bucket)
-        self._are_in_buckets = True
+        self._gradients_are_in_buckets = True
         return lambda: None
 
     def _start_bucket_sum(self, bucket: dist.GradBucket) -> Callable[[], None]:
@@ -395,11 +406,11 @@ class VirtualRankGradients(Extension):
     def _partial_sums_with(self, bucket: dist.GradBucket) -> list[Tensor]:
         """Returns the partial sums of this process over its virtual ranks, in a bucket's layout.
 
-        If the gradients in the bucket count, its buffer is the last of them.
+        The last one is the bucket's own buffer, unless the gradients in the bucket do not count.
         """
-        micro_batch = self._step.micro_batch
         # They do not count if the process had no virtual rank left to compute, or has repeated one
         # to check a device.
+        micro_batch = self._step.micro_batch
         bucket_counts = counts_in_sum(micro_batch)
 
         # The usual case: this process has one virtual rank, whose gradients are in the bucket, and
@@ -424,10 +435,10 @@ class VirtualRankGradients(Extension):
     def _merge_into_bucket(
         self, gradients: _BucketGradients, micro_batch: MicroBatch
     ) -> list[Gradients]:
-        """Adds the topmost partial sums to the gradients in a bucket, as many as the tree says.
+        """Adds the last `num_merges` partial sums of the stack to the gradients in a bucket.
 
         For example, the stack has the sum of the virtual ranks 0 and 1, the bucket has the
-        gradients of 2, and one merge follows: the sum is added to the bucket.
+        gradients of 2, and one merge follows in the tree: the sum is added to the bucket.
 
         Args:
             gradients: the gradients in the bucket.
@@ -444,13 +455,12 @@ class VirtualRankGradients(Extension):
         return self._partial_sums[:num_left]
 
     def _gradients_in(self, bucket: dist.GradBucket) -> _BucketGradients:
-        """Returns the gradients in a bucket, which are looked up once for each buffer.
-
-        DDP makes new buckets after the first backward pass. Bucket 0 arrives first.
-        """
+        """Returns the gradients in a bucket, which are looked up once for each buffer."""
         if not self._is_known(bucket):
-            if bucket.index() == 0:  # then all buckets are new
+            # DDP replaces all buckets at once, after the first backward pass. Bucket 0 comes first.
+            if bucket.index() == 0:
                 self._buckets.clear()
+
             parameters = bucket.parameters()
             indices = [self._index_in_module[id(parameter)] for parameter in parameters]
             views = gradients_of_bucket(bucket)
@@ -473,18 +483,21 @@ class VirtualRankGradients(Extension):
     ) -> None:
         """Moves the gradients of a virtual rank from the parameters to the partial sums.
 
-        If the virtual rank does not count, its gradients are dropped.
+        If `counts_in_sum` is False for the virtual rank, its gradients are dropped.
 
         Args:
             micro_batch: the last micro-batch of the virtual rank.
-            has_gradients: False if the virtual rank had no backward pass. Its gradients are None.
+            has_gradients: False if the virtual rank had no backward pass.
         """
-        gradients: Gradients = [None] * len(self._parameters)
         if has_gradients:
             gradients = self._take_gradients()
+        else:
+            # The tree needs a value for every virtual rank that counts. None stands for zero.
+            gradients = [None] * len(self._parameters)
+
         if counts_in_sum(micro_batch):
             self._step.extensions.leaf_gradient(micro_batch, self._parameters, gradients)
-            push(self._partial_sums, gradients, self.tree.num_merges(micro_batch), _merge)
+            push(self._partial_sums, gradients, self.tree.num_merges(micro_batch), add=_merge)
 
     def _take_gradients(self) -> Gradients:
         """Takes the gradients out of the parameters, whose gradients are then None.
@@ -499,8 +512,9 @@ class VirtualRankGradients(Extension):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise sparse_gradients_error()
 
-        if self._are_in_buckets:  # DDP will overwrite the buckets, so the gradients are copied
-            self._are_in_buckets = False
+        if self._gradients_are_in_buckets:
+            # DDP will overwrite the buckets. The parameters have no gradients there any more.
+            self._gradients_are_in_buckets = False
             return [None if gradient is None else gradient.clone() for gradient in gradients]
         return gradients
 
@@ -551,8 +565,8 @@ def check_virtual_rank_backward(step: Step, micro_batch: MicroBatch) -> None:
             "virtual_ranks out",
         )
 
-    has_earlier_backward = step.training_pass.num_backwards > 0  # of the same micro-batch
-    if has_earlier_backward:
+    num_backwards_of_micro_batch = step.training_pass.num_backwards
+    if num_backwards_of_micro_batch > 0:
         raise UsageError(
             "several backward passes of a batch with virtual_ranks",
             "the gradients of each virtual rank are added up when its backward pass is over",
@@ -622,8 +636,9 @@ def gradients_of_bucket(bucket: dist.GradBucket) -> list[Tensor]:
     views: list[Tensor] = []
     num_before = 0  # in the bucket, the gradients follow each other without gaps
     for parameter in bucket.parameters():
-        # These are the strides of the parameter if it is dense in memory, else contiguous ones.
+        # As DDP does: the strides of the parameter if it is dense in memory, else contiguous ones.
         strides = torch.empty_like(parameter, device="meta").stride()
+        # For a complex parameter a complex view, so that offsets count complex numbers.
         buffer = as_dtype_of(parameter, bucket.buffer())
         offset = buffer.storage_offset() + num_before
         views.append(buffer.as_strided(parameter.shape, strides, offset))

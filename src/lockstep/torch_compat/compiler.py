@@ -42,8 +42,9 @@ def compile_only_callees(function: Callable[P, T]) -> Callable[P, T]:
     Use it for a wrapper around a forward pass, for example: the forward pass is compiled, and the
     wrapper is not.
 
-    If a compiled function calls this one, this one is compiled as a part of that function's graph.
-    (`never_compiled` would split the graph in two.)
+    This concerns only calls by code that is not compiled. Where compiled code calls this function,
+    it is compiled as a part of the caller's graph. (`never_compiled` would split that graph in
+    two.)
     """
     # Torch marks its own functions in this way too, in `torch._dynamo.eval_frame.skip_code`. That
     # module is not used here, because importing it loads the whole compiler.
@@ -69,10 +70,9 @@ def compiler_is_loaded() -> bool:
 def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
     """Wraps a function so that neither the function nor what it calls is compiled.
 
-    The function may be a hook of a module, or one that a script calls inside a function which it
-    compiles. In `torch.compile(model)` and `model.compile()`, torch would compile the hooks of the
-    modules too, and again whenever a number changes that a hook has read. Where a hook reads
-    `grad_fn`, which a graph does not have, the graph would be split. Torch excludes the hooks of
+    It is meant for hooks of modules, and for functions that a script calls inside a function which
+    it compiles. In `torch.compile(model)` and `model.compile()`, torch would compile the hooks too,
+    and again whenever a number changes that a hook has read. Torch excludes the hooks of
     `fully_shard` in the same way.
 
     Args:
@@ -82,7 +82,7 @@ def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
 
     # If the compiler is not loaded, nothing can be compiled, so the function is called as it is.
     # The first call of `run_uncompiled` would load the compiler, which takes about a second.
-    @compile_only_callees  # so that this `if` is not compiled either
+    @compile_only_callees  # so that `call` itself is not compiled either
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if compiler_is_loaded():
@@ -138,15 +138,15 @@ ATTRIBUTES_OF_COMPILED_MODULES = (
 def let_compile_again(module: nn.Module) -> None:
     """Lets a model that contains compiled modules be compiled as a whole, with all hooks.
 
-    `torch.compile(block)` returns a wrapper, an `OptimizedModule`, whose only child is `block`. It
-    has an attribute `_torchdynamo_orig_callable`: the `forward` that `block` had at that time. If a
-    model that contains the wrapper is compiled, torch compiles this old `forward`. Hooks that were
-    registered since then would silently be left out; under `fully_shard`, for example, no parameter
-    would be gathered. Without the attribute torch treats the wrapper like any other module.
+    `torch.compile(block)` returns a wrapper, an `OptimizedModule`, which remembers the `forward`
+    that `block` has at that time. Where a model with the wrapper in it is compiled, torch would
+    compile this old `forward`, without the hooks that `block` has got since then: under
+    `fully_shard`, for example, no parameter would be gathered. Without the attributes that are
+    removed here, torch treats the wrapper like any other module.
 
     Args:
-        module: the model. The attributes are removed from each wrapper that it is or contains,
-            which thereby loses its method `get_compiler_config`.
+        module: the model. It may be a wrapper itself, or contain several. A wrapper also loses its
+            method `get_compiler_config`.
     """
     if not compiler_is_loaded():  # nothing can have been compiled
         return

@@ -72,12 +72,12 @@ def shards_in_reduction_order(unit: FSDPModule) -> list[nn.Parameter]:
 
 
 def make_whole_parameters(unit: FSDPModule) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Makes the whole parameters, which torch puts into the modules of a unit while it runs.
+    """Makes the whole parameters of a unit before it runs for the first time.
 
-    Torch makes them when the unit is gathered for the first time. Here they are made in the same
-    way, but nothing is gathered: they have their shapes, and no memory. Torch then uses them in all
-    forward passes. Only a unit with a tensor class that gathers itself (such as float8 weights) is
-    gathered, because only its class knows the shapes.
+    Each parameter of the unit has two forms: its shard, and the whole parameter that torch puts
+    into the module in its place while the unit runs (`unsharded_param`). Torch makes the second one
+    when it gathers the unit for the first time, and uses it in all forward passes from then on.
+    Here it is made without gathering: it has a shape, and no memory.
 
     The model must have its root already (`make_fsdp_root`).
 
@@ -91,6 +91,8 @@ def make_whole_parameters(unit: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
         # Parameters made in inference mode could never be trained.
         with torch.inference_mode(False):
             if any(map(_gathers_itself, parameter_group.fsdp_params)):
+                # Only the tensor class itself (such as that of float8 weights) knows the shapes, so
+                # the unit is gathered, and its memory is freed again.
                 unit.unshard()
                 unit.reshard()
             else:
@@ -126,12 +128,11 @@ def gathered_dtype(unit: FSDPModule) -> torch.dtype | None:
 def set_dtypes_of_frozen_unit(unit: FSDPModule) -> None:
     """Tells torch the dtypes of a unit whose parameters are all frozen.
 
-    When a unit runs for the first time, torch takes these dtypes from its trained parameters. A
-    unit whose parameters are all frozen gets none. If its parameters are trained later, a gradient
-    in half precision would then not fit its parameter in fp32.
-
-    Torch 2.6 and 2.14 take the dtypes from frozen parameters too, and torch 2.15 has them for each
-    parameter. There is nothing to do then.
+    From torch 2.7 to 2.13 a unit takes these dtypes from its trained parameters when it runs for
+    the first time, so one whose parameters are all frozen gets none. If its parameters are trained
+    later, a gradient in half precision would then not fit its parameter in fp32. Other versions of
+    torch need no help: 2.6 and 2.14 take the dtypes from frozen parameters too, and 2.15 has them
+    for each parameter.
     """
     for parameter_group in _parameter_groups(unit):
         has_attribute = hasattr(parameter_group, "_orig_dtype")  # not with torch 2.15
@@ -152,7 +153,7 @@ def parameters_with_accumulated_gradient(unit: FSDPModule) -> list[nn.Parameter]
 
     These are gradients of earlier micro-batches, if they are averaged in another dtype than
     parameters are gathered in. `parameter.grad` is then None, except with torch 2.15 (see
-    `_grad_has_earlier_gradients`).
+    `_torch_accumulates_in_grad`).
     """
     parameters: list[nn.Parameter] = []
     for parameter_group in _parameter_groups(unit):
@@ -166,17 +167,18 @@ def drop_accumulated_gradients(unit: FSDPModule) -> None:
     """Drops the gradients that `parameters_with_accumulated_gradient` is about."""
     for parameter_group in _parameter_groups(unit):
         for fsdp_parameter in parameter_group.fsdp_params:
-            if _grad_has_earlier_gradients(fsdp_parameter):
+            if _torch_accumulates_in_grad(fsdp_parameter):
                 fsdp_parameter.unsharded_param.grad = None
             else:
                 fsdp_parameter.unsharded_accumulated_grad = None
 
 
-def _grad_has_earlier_gradients(fsdp_parameter: Any) -> bool:
-    """Returns True if `parameter.grad` has the gradients of earlier micro-batches, in fp32.
+def _torch_accumulates_in_grad(fsdp_parameter: Any) -> bool:
+    """Returns True if torch accumulates the gradients of micro-batches in `parameter.grad`.
 
-    This is so since torch 2.15. There `unsharded_accumulated_grad` is a property that returns
-    `parameter.grad`. Torch also converts late gradients itself (`accumulate_late_gradients`).
+    This is so since torch 2.15, in fp32. There `unsharded_accumulated_grad` is a property that
+    returns `parameter.grad`. Torch also converts late gradients itself
+    (`accumulate_late_gradients`).
     """
     return isinstance(getattr(type(fsdp_parameter), "unsharded_accumulated_grad", None), property)
 
@@ -185,15 +187,14 @@ def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> lis
     """Gives all gradients of a unit one dtype, before the backward pass that averages them.
 
     A unit is a module under `fully_shard`; torch sends the gradients of all its parameters in one
-    message. For example, the gradients of two micro-batches are summed in fp32, while the backward
-    pass itself is in bf16:
+    message, and before torch 2.15 they must have one dtype. A gradient is *late* if only the last
+    micro-batch uses the parameter. It is converted to the dtype of the gradients that were
+    accumulated before:
 
-        weight, used by both micro-batches: torch has its fp32 gradient from the first one
-        bias, used by the second only: its gradient is *late*, and would stay in bf16
-
-    Torch before 2.15 refuses to send both together. So the late gradient is converted to fp32. If
-    the second micro-batch does not use bias either, `zeros_if_unused` decides: zeros are sent for
-    it, or the message has weight alone.
+        used by               the gradient before                      and after this function
+        both micro-batches    fp32, accumulated                        fp32
+        the last one only     bf16, as computed in the backward pass   fp32, converted
+        none of them          none                                     as `zeros_if_unused` says
 
     Args:
         unit: the unit.
@@ -216,7 +217,8 @@ def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> lis
 
         for fsdp_parameter in unused_so_far:
             whole = fsdp_parameter.unsharded_param
-            if not whole.requires_grad or _grad_has_earlier_gradients(fsdp_parameter):
+            torch_converts_itself = _torch_accumulates_in_grad(fsdp_parameter)
+            if not whole.requires_grad or torch_converts_itself:
                 continue
             if zeros_if_unused:
                 _accumulate_zeros(fsdp_parameter)

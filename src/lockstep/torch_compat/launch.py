@@ -78,17 +78,16 @@ def _silenced(logger: logging.Logger) -> Iterator[None]:
 def number_among_spawned() -> int | None:
     """Returns the number that `torch.multiprocessing.spawn` has given to this process.
 
-    It is the first argument of the function that runs in the process. The function of torch that
-    calls it is looked for among the callers of this one.
+    `spawn(fn)` calls `_wrap(fn, i, args, ...)` in each process, which calls `fn(i, *args)`. The
+    stack of this thread is searched for the frame of `_wrap`, whose variable `i` is the number.
 
     Returns:
         None in a process that `spawn` has not started.
     """
-    # The name `torch.multiprocessing.spawn` is the function, not the module.
+    # The module of this name; the attribute `torch.multiprocessing.spawn` is the function.
     file = sys.modules["torch.multiprocessing.spawn"].__file__
     frame = inspect.currentframe()
     while frame is not None:
-        # `_wrap(fn, i, args, ...)` calls `fn(i, *args)`.
         if frame.f_code.co_name == "_wrap" and frame.f_code.co_filename == file:
             number: int | None = frame.f_locals.get("i")
             return number

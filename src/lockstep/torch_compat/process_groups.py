@@ -68,14 +68,13 @@ def group_being_made(frame: FrameType | None) -> dict[str, Any] | None:
             # At the end of `new_group` all ranks wait for each other if TORCH_DIST_INIT_BARRIER=1,
             # unless the caller wants that only the members of the group do.
             assert c10d is not None  # the frame is one of its functions
-            has_barrier_of_all = c10d._is_barrier_after_init() == 1
+            ends_with_barrier = c10d._is_barrier_after_init() == 1
             caller_wants_members_only = bool(variables["use_local_synchronization"])
-            all_ranks_wait = has_barrier_of_all and not caller_wants_members_only
             return {
                 "name": str(variables["group_name"]),
                 "ranks": [int(rank) for rank in variables["ranks"]],
                 "backend": str(variables["backend"]),
-                "members_only": not all_ranks_wait,
+                "members_only": caller_wants_members_only or not ends_with_barrier,
             }
 
         frame = frame.f_back

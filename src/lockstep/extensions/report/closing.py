@@ -14,7 +14,7 @@ from lockstep.units import format_bytes
 def print_closing(
     step: Step,
     folders: Sequence[str],
-    traffic: Traffic,
+    network_traffic: Traffic,
     strategy: str,
     *,
     resumed_step: int | None = None,
@@ -24,7 +24,7 @@ def print_closing(
     Args:
         step: the step of the run, which has counted its samples.
         folders: the folders of the checkpoints that were saved.
-        traffic: the bytes that rank 0 sent to other ranks.
+        network_traffic: the bytes that rank 0 sent to other ranks.
         strategy: the name of the run's strategy.
         resumed_step: the step of the checkpoint that was resumed; None if none was.
     """
@@ -44,10 +44,10 @@ def print_closing(
 
     # With some strategies torch itself sends the data, so Lockstep cannot count the bytes.
     is_counted = not entry_of(strategy).communicates_within_passes
-    if traffic.sent and is_counted:
-        text = f"{format_bytes(traffic.sent)} by rank 0 to other ranks"
-        if traffic.shared:
-            text += f", {format_bytes(traffic.shared)} into shared memory"
+    if network_traffic.sent and is_counted:
+        text = f"{format_bytes(network_traffic.sent)} by rank 0 to other ranks"
+        if network_traffic.shared:
+            text += f", {format_bytes(network_traffic.shared)} into shared memory"
         print_labelled_note("sent", text)
 
     if folders:

@@ -48,7 +48,7 @@ from lockstep.strategies.diloco.exchange import ACROSS_VIRTUAL_RANKS, SAME_VIRTU
 from lockstep.strategies.diloco.options import DiLoCoOptions
 from lockstep.strategies.diloco.training import DiLoCoTraining
 from lockstep.strategies.module_hook import RunHook
-from lockstep.strategies.replication import take_from_first
+from lockstep.strategies.replication import broadcast_from_first_rank
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.torch_compat import outside_compiled_code
 from lockstep.units import format_bytes
@@ -134,7 +134,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
         choices = move_to_device(module, run.device)
         _set_statistics_group(module, run)
         if run.topology.size > 1:
-            take_from_first([*module.parameters(), *module.buffers()])
+            broadcast_from_first_rank([*module.parameters(), *module.buffers()])
 
         if not any(parameter.requires_grad for parameter in module.parameters()):
             # Nothing is trained, so there is nothing to exchange.

@@ -35,7 +35,7 @@ from lockstep.strategies.diloco.outer_optimizer import OuterOptimizer
 from lockstep.strategies.diloco.tensor_versions import SHARED, TensorVersions
 from lockstep.strategies.gradient_average import average_gradients
 from lockstep.strategies.moving_buffers import MovingBuffers
-from lockstep.strategies.replication import take_from_first
+from lockstep.strategies.replication import broadcast_from_first_rank
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
 from lockstep.torch_compat import write_counts
 from lockstep.wording import count_noun
@@ -488,7 +488,7 @@ class DiLoCoTraining(Extension):
                 buffer.copy_(first_own_buffer)
                 others.append(buffer)
         if others and self._run.topology.size > 1:
-            take_from_first(others)
+            broadcast_from_first_rank(others)
 
         for buffers in buffers_of_virtual_ranks:
             for index, buffer in enumerate(shared):

@@ -45,7 +45,7 @@ from lockstep.strategies.pipeline.stage import StagedModel
 from lockstep.strategies.pipeline.training import PipelineSteps
 from lockstep.strategies.pipeline.unit_costs import UnitCosts, measure
 from lockstep.strategies.pipeline.wire import Wire
-from lockstep.strategies.replication import norm_over_ranks, take_from_first
+from lockstep.strategies.replication import broadcast_from_first_rank, norm_over_ranks
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm, convert
 from lockstep.torch_compat import (
     BatchNorm,
@@ -180,7 +180,7 @@ class Pipeline(Strategy):
         self._check_module(module, run)
         self._set_statistics_groups(module, run)
         tensors = [*module.parameters(), *module.buffers()]
-        take_from_first([tensor for tensor in tensors if not tensor.is_meta])
+        broadcast_from_first_rank([tensor for tensor in tensors if not tensor.is_meta])
         cuts, reason = self._cut(module, run, place)
         check_compiled_parts(module, cuts)
         model = StagedModel(module, cuts, place.stages, run.device)
