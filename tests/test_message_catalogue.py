@@ -48,7 +48,6 @@ PASSED_ON = {
     "run.machines.ssh_errors:cause.advice.format(**fields_of_texts)",
     "run.machines.ssh_errors:advice",
     "settings:error.do",
-    "strategies.base:error.do",
 }
 """Where an error is given the advice of another one, whose texts are found where that is made."""
 

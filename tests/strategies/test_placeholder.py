@@ -248,6 +248,38 @@ def test_models_that_refuse_an_empty_batch_train_and_evaluate_exactly(on_one, st
             assert own_counted == counted, name
 
 
+class StatisticsOfTheBatch(nn.Module):
+    """BatchNorm without running statistics, which refuses a batch of one in evaluation, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(LENGTH, 8),
+            nn.BatchNorm1d(8, track_running_stats=False),
+            nn.Linear(8, 3),
+            nn.BatchNorm1d(3, affine=False, track_running_stats=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.double().reshape(len(x), -1, LENGTH).mean(1))
+
+
+def statistics_of_the_batch() -> tuple[list[float], list[str]]:
+    """The sum of the gradients after each batch, and the names of the buffers.
+
+    Rank 2 gets no samples. One layer is in training mode, one in evaluation mode.
+    """
+    with lockstep.init(sync_batchnorm=False, shares="1:1:0") as world:
+        model = world.prepare(build(StatisticsOfTheBatch))
+        model.module.layers[3].eval()
+        sums = []
+        for ids, _, labels in world.loader(Subset(sequences(), range(8)), 4):
+            world.backward(cross_entropy(model(ids), labels))
+            sums.append(sum(p.grad.abs().sum().item() for p in model.parameters()))
+            model.zero_grad()
+        return sums, [name for name, _ in model.named_buffers()]
+
+
 def random_streams() -> Any:
     """What a forward pass of a rank without samples leaves behind."""
     with lockstep.init() as world:
@@ -271,6 +303,15 @@ def test_a_placeholder_moves_no_random_streams_and_no_statistics():
     for other in (second, third):
         assert first[1] == other[1]  # the gradients
         assert first[2].equal(other[2])  # the statistics
+
+
+def test_batchnorm_without_running_statistics_computes_a_placeholder():
+    first, second, third = run_ranks(statistics_of_the_batch, 3)
+    assert first == second == third
+    sums, buffers = third
+    assert len(sums) == 2
+    assert all(number > 0 for number in sums)
+    assert buffers == []  # the layers have given their statistics back
 
 
 def refused(length: int) -> tuple[str, int]:

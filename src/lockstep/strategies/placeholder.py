@@ -32,7 +32,7 @@ from lockstep.session.step import Step
 from lockstep.strategies import sync_batchnorm
 from lockstep.strategies.module_hook import RunHook, report_inputs
 from lockstep.strategies.sync_batchnorm import SyncBatchNorm
-from lockstep.torch_compat import NormBase, never_compiled, write_counts
+from lockstep.torch_compat import BatchNorm, NormBase, never_compiled, write_counts
 
 
 class Placeholders(Extension):
@@ -204,12 +204,18 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
 
     SyncBatchNorm layers, which ignore placeholders by themselves, compute as usual: all ranks do so
     together. Other normalisation layers compute as in evaluation, because in training a batch of
-    one sample may be an error. At the end, all buffers of the model are restored except those of
+    one sample may be an error. BatchNorm without running statistics, which takes those of the batch
+    in evaluation too, gets some. At the end, all buffers of the model are restored except those of
     SyncBatchNorm layers.
     """
     normalisation_layers: list[nn.Module] = []  # without SyncBatchNorm
+    layers_without_statistics: list[BatchNorm] = []
     ids_of_synchronised_buffers: set[int] = set()
     for layer in module.modules():
+        synchronises_itself = isinstance(layer, SyncBatchNorm) and layer.training
+        if isinstance(layer, BatchNorm) and layer.running_mean is None and not synchronises_itself:
+            layers_without_statistics.append(layer)
+
         if isinstance(layer, SyncBatchNorm):
             buffers_of_layer = layer.buffers(recurse=False)
             ids_of_synchronised_buffers.update(id(buffer) for buffer in buffers_of_layer)
@@ -225,6 +231,8 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
         stack.enter_context(preserve_rng_state())
         stack.enter_context(torch.random.fork_rng(sorted(gpus), enabled=bool(gpus)))
         stack.enter_context(_buffers_restored(unsynchronised_buffers))
+        for layer in layers_without_statistics:
+            stack.enter_context(_lent_statistics(layer))
         for layer in normalisation_layers:
             layer.training = False
 
@@ -233,6 +241,31 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
         finally:
             for layer in normalisation_layers:
                 layer.training = True
+
+
+@contextmanager
+def _lent_statistics(layer: BatchNorm) -> Iterator[None]:
+    """A context in which a BatchNorm layer without running statistics has the mean 0, variance 1.
+
+    The layer then computes with them in evaluation, and accepts a single value per channel.
+    """
+
+    def lend(layer: BatchNorm, inputs: tuple[Tensor, ...]) -> None:
+        """Makes them for the input: a layer may have no tensor that shows its device and dtype."""
+        x = inputs[0]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        if layer.weight is not None:  # torch requires the same dtype
+            dtype = layer.weight.dtype
+        layer.running_mean = x.new_zeros(layer.num_features, dtype=dtype)
+        layer.running_var = x.new_ones(layer.num_features, dtype=dtype)
+
+    hook = layer.register_forward_pre_hook(lend)
+    try:
+        yield
+    finally:
+        hook.remove()
+        layer.running_mean = None
+        layer.running_var = None
 
 
 @contextmanager
