@@ -86,8 +86,8 @@ class TrainingState:
     Args:
         objects: the objects that the script has named, by name.
         world: the `World`, whose own state is a part of it.
-        world_state_without_checks: returns the same as `world.state_dict`, but without asking the checks
-            for results that they still hold back, which may take as long as a step.
+        world_state_without_checks: returns the same as `world.state_dict`, but without asking the
+            checks for results that they still hold back, which may take as long as a step.
         replicas: DiLoCo's replicas; None if all ranks train one model.
         random_states: the random states of the ranks.
         settings: the settings of the run.
