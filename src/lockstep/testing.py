@@ -101,7 +101,7 @@ def assert_same(
         """Raises UsageError if the run on one process gives nothing to compare with."""
         check_reference(
             reference,
-            was_set=f"assert_same({function_name})",
+            heading=f"assert_same({function_name})",
             lockstep_options=list(given_settings),
             command=f"{function_name} here",
             subject="function",

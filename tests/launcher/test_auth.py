@@ -337,7 +337,7 @@ def test_a_change_of_one_node_reaches_the_other(talk: Talk) -> None:
     talk.listen()
     assert [n.rank for n in talk.theirs.all()] == [n.rank for n in talk.peers.all()] == [0, 1]
     for side in (talk.peers, talk.theirs):
-        side.update(round=3, published={"a": list(range(side.own_number + 1))})
+        side.update_own(requested_round=3, published={"a": list(range(side.own_number + 1))})
     until(lambda: talk.peers.all() == talk.theirs.all())
     assert [n.published for n in talk.peers.all()] == [{"a": [0]}, {"a": [0, 1]}]
 
@@ -348,25 +348,24 @@ def test_what_is_meant_for_one_reaches_no_other(talk: Talk) -> None:
     second.send({"published": {"a": 2}}, 1)  # a client to a client
     second.send({"published": {"b": 2}}, 0)
     talk.peers.send({"published": {"c": 0}}, 1)
-    second.update(round=1)  # comes last, as the connections keep the order
-    until(lambda: talk.theirs.all()[-1].round == 1)
+    second.update_own(requested_round=1)  # comes last, as the connections keep the order
+    until(lambda: talk.theirs.all()[-1].requested_round == 1)
     assert [n.published for n in talk.theirs.all()] == [{"c": 0}, {}, {"a": 2}]
     assert [n.published for n in talk.peers.all()] == [{}, {}, {"b": 2}]
 
 
 def test_changes_that_come_together_are_sent_together(talk: Talk) -> None:
     talk.thread.call_soon(
-        lambda: [talk.server.send({"round": number}, of_node=0) for number in range(5)]
+        lambda: [talk.server.send({"requested_round": number}, of_node=0) for number in range(5)]
     )
     _coming, message = (talk.thread.run(talk.connection.receive()) for _ in range(2))
-    assert [node["changes"]["round"] for node in message["nodes"]] == list(range(5))
+    assert [node["changes"]["requested_round"] for node in message["nodes"]] == list(range(5))
 
 
 def test_a_client_writes_only_what_is_its_own(talk: Talk) -> None:
-    talk.thread.call_soon(
-        lambda: talk.connection.send({"changes": {"state": "lost", "host": "x", "round": 1}})
-    )
-    until(lambda: talk.peers.node(1).round == 1)
+    changes = {"state": "lost", "host": "x", "requested_round": 1}
+    talk.thread.call_soon(lambda: talk.connection.send({"changes": changes}))
+    until(lambda: talk.peers.node(1).requested_round == 1)
     assert (talk.peers.node(1).state, talk.peers.node(1).host) == ("here", "h")
 
 
@@ -374,9 +373,9 @@ def test_a_client_writes_only_what_is_its_own(talk: Talk) -> None:
 @pytest.mark.parametrize("why", ["", "rank 3 failed"])
 def test_a_node_that_says_why_it_leaves_is_not_lost(talk: Talk, why: str, started: int) -> None:
     talk.listen()
-    talk.theirs.update(started=started)
-    talk.theirs.update(state=LEFT, why=why)
-    talk.theirs.update(state=LEFT)
+    talk.theirs.update_own(last_started_round=started)
+    talk.theirs.update_own(state=LEFT, why=why)
+    talk.theirs.update_own(state=LEFT)
     talk.thread.run(talk.connection.close())
     until(lambda: talk.peers.node(1).state == LEFT)
     assert talk.peers.node(1).why == why
@@ -410,7 +409,7 @@ def test_a_launcher_leaves_a_server_of_another_version(
 
 def test_the_servers_goodbye_reaches_the_client(talk: Talk) -> None:
     talk.listen()
-    talk.peers.update(state=LEFT, why="interrupted")
+    talk.peers.update_own(state=LEFT, why="interrupted")
     talk.thread.run(talk.server.close())
     until(lambda: talk.losses == 1)
     assert (talk.theirs.node(0).state, talk.theirs.node(0).why) == (LEFT, "interrupted")

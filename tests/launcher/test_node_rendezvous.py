@@ -322,22 +322,26 @@ def test_an_error_is_the_reason_that_other_nodes_are_given(
     assert (nodes.own.state, nodes.own.why) == ("left", reason)
 
 
+LOST = {"state": "lost", "why": "its machine"}
+
+
 @pytest.mark.parametrize(
     ("other", "has_left"),
     [
-        ({"started": 2}, False),
-        ({"started": 2, "round": 3}, False),  # it has asked for the next attempt too
-        ({"started": 3, "round": 3}, True),
-        ({"started": 2, "round": 2, "state": "lost", "why": "its machine"}, True),
-        ({"started": 1, "round": 1, "state": "lost", "why": "its machine"}, False),  # long ago
-        ({"started": 0, "round": 3}, False),  # it wants to join
+        ({"last_started_round": 2}, False),
+        # It has asked for the next attempt too.
+        ({"last_started_round": 2, "requested_round": 3}, False),
+        ({"last_started_round": 3, "requested_round": 3}, True),
+        ({"last_started_round": 2, "requested_round": 2, **LOST}, True),
+        ({"last_started_round": 1, "requested_round": 1, **LOST}, False),  # long ago
+        ({"last_started_round": 0, "requested_round": 3}, False),  # it wants to join
     ],
 )
 def test_after_a_restart_was_asked_for_nodes_that_leave_the_attempt_are_known(
     other: dict[str, Any], has_left: bool
 ) -> None:
     about = {"host": "h", "pid": 1, "run_id": "r", "nodes": "1:2"}
-    peers = Peers(Node(number=0, rank=0, started=2, round=2, **about))
+    peers = Peers(Node(number=0, rank=0, last_started_round=2, requested_round=2, **about))
     peers.write(1, {"number": 1, "rank": 1, **about, **other})
     rendezvous = DynamicRendezvous(config(nodes=2), peers, None, print, None)
     rendezvous.request_restart()

@@ -74,11 +74,11 @@ def test_a_node_may_come_again_after_it_was_lost_and_takes_its_place() -> None:
     ("older", "newer", "expected"),
     [
         # An elastic run has lost the newer node in round 1; the older one got its rank in round 3.
-        ({"started": 3, "state": LEFT}, {"started": 1, "state": LOST}, 1),
-        ({"started": 3}, {"started": 1, "state": LOST}, 1),
-        ({"started": 2, "state": LOST}, {"started": 3, "state": LEFT}, 2),
-        ({"started": 2, "state": LOST}, {"started": 2, "state": LEFT}, 2),
-        ({"started": 2, "state": LOST}, {}, 2),
+        ({"last_started_round": 3, "state": LEFT}, {"last_started_round": 1, "state": LOST}, 1),
+        ({"last_started_round": 3}, {"last_started_round": 1, "state": LOST}, 1),
+        ({"last_started_round": 2, "state": LOST}, {"last_started_round": 3, "state": LEFT}, 2),
+        ({"last_started_round": 2, "state": LOST}, {"last_started_round": 2, "state": LEFT}, 2),
+        ({"last_started_round": 2, "state": LOST}, {}, 2),
     ],
 )
 def test_of_two_nodes_of_a_rank_the_one_that_has_started_last_counts(
@@ -91,36 +91,43 @@ def test_of_two_nodes_of_a_rank_the_one_that_has_started_last_counts(
 @pytest.mark.parametrize(
     ("nodes", "text"),
     [
-        ([node(0, round=1), node(1, 1, round=1)], ""),
-        ([node(0, round=1)], "node 1 of 2 has not joined; here: node 0 on host host0"),
+        ([node(0, requested_round=1), node(1, 1, requested_round=1)], ""),
+        ([node(0, requested_round=1)], "node 1 of 2 has not joined; here: node 0 on host host0"),
         (
-            [node(0, round=2), node(1, 1, round=1)],
+            [node(0, requested_round=2), node(1, 1, requested_round=1)],
             "node 1 on host host1 is still ending its previous start; here: node 0 on host host0, "
             "node 1 on host host1",
         ),
         (
-            [node(0, round=2), node(1, 1, round=2, state=LEFT, why="rank 3 failed")],
+            [
+                node(0, requested_round=2),
+                node(1, 1, requested_round=2, state=LEFT, why="rank 3 failed"),
+            ],
             "node 1 on host host1 has left (rank 3 failed); here: node 0 on host host0",
         ),
         (
-            [node(0, round=1), node(1, 1, state=LOST, why="x"), node(1, 2, round=1)],
+            [
+                node(0, requested_round=1),
+                node(1, 1, state=LOST, why="x"),
+                node(1, 2, requested_round=1),
+            ],
             "",
         ),
     ],
 )
 def test_missing_nodes_are_described(nodes: list[Node], text: str) -> None:
-    assert describe_missing(nodes, 2, nodes[0].round) == text
+    assert describe_missing(nodes, 2, nodes[0].requested_round) == text
 
 
 def test_many_missing_nodes_are_each_named() -> None:
-    text = describe_missing([node(0, round=1)], 4, 1)
+    text = describe_missing([node(0, requested_round=1)], 4, 1)
     assert all(f"node {rank} of 4 has not joined" in text for rank in (1, 2, 3))
 
 
 def test_published_values_are_added_and_a_node_survives_json() -> None:
     peers = Peers(node(0))
     peers.write(0, {"published": {"a": 1}})
-    peers.write(0, {"published": {"b": [2]}, "round": 3})
+    peers.write(0, {"published": {"b": [2]}, "requested_round": 3})
     assert peers.own.published == {"a": 1, "b": [2]}
     assert Node(**json.loads(json.dumps(asdict(peers.own)))) == peers.own
 

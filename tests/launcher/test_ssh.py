@@ -397,7 +397,9 @@ def test_a_launcher_without_its_first_machine_is_ended_unless_it_is_kept(
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(["sh", "-c", script], **pipes) as launcher:  # type: ignore[call-overload]
         launcher.stdout.readline()
-        ended = helper.watch_launcher(launcher, EndedInput(), [], keep=keep, grace=0.0)
+        ended = helper.watch_launcher(
+            launcher, EndedInput(), [], keep_running=keep, shutdown_timeout_s=0.0
+        )
     assert ended == exit_code
 
 

@@ -23,7 +23,8 @@ NAMES = {
 
 
 def endpoint(host: str) -> network.Endpoint:
-    return network.Endpoint(host, 29400, at_loopback=network.means_loopback(host))
+    at_loopback = network.means_loopback(host)
+    return network.Endpoint(host, 29400, processes_meet_at_loopback=at_loopback)
 
 
 @pytest.fixture

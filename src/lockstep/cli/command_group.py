@@ -29,16 +29,18 @@ class SuggestingGroup(click.Group):
         name = args[0]
         known_names = self.list_commands(ctx)
 
-        # If there is an unknown option in its place, click reports that.
-        if name not in known_names and not name.startswith("-"):
-            meant = _commands_meant(ctx.command_path, args, known_names)
-            if len(meant) == 1:
-                ctx.fail(f"No such command {name!r}. Did you mean {meant[0]}?")
-            if meant:
-                ctx.fail(f"No such command {name!r}. Did you mean one of: {'; '.join(meant)}?")
-            ctx.fail(f"No such command {name!r}. There are: {', '.join(known_names)}.")
+        is_option = name.startswith("-")  # click itself reports an unknown option
+        if name in known_names or is_option:
+            return super().resolve_command(ctx, args)
 
-        return super().resolve_command(ctx, args)
+        meant = _commands_meant(ctx.command_path, args, known_names)
+        if len(meant) == 1:
+            message = f"No such command {name!r}. Did you mean {meant[0]}?"
+        elif meant:
+            message = f"No such command {name!r}. Did you mean one of: {'; '.join(meant)}?"
+        else:
+            message = f"No such command {name!r}. There are: {', '.join(known_names)}."
+        raise click.UsageError(message, ctx)
 
 
 def _commands_meant(group: str, args: Sequence[str], known_names: Sequence[str]) -> list[str]:
@@ -54,9 +56,11 @@ def _commands_meant(group: str, args: Sequence[str], known_names: Sequence[str])
     program = group.partition(" ")[0]
     standard_group = group.replace(program, "lockstep", 1)
 
-    familiar = COMMANDS_OF_WORD[standard_group].get(name.lower().replace("_", "-"))
-    if familiar is not None:
-        return [_command_line(group, command, arguments) for command in familiar]
+    # A word of other programs may mean one or several commands: "launch" means "run".
+    word = name.lower().replace("_", "-")
+    commands_of_word = COMMANDS_OF_WORD[standard_group].get(word)
+    if commands_of_word is not None:
+        return [_command_line(group, command, arguments) for command in commands_of_word]
 
     similar = difflib.get_close_matches(name.lower(), known_names, n=1)
     if similar:

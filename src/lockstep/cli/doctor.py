@@ -130,23 +130,23 @@ def _examine_hosts(
         parse_hosts(hosts), folder, SshCommand.parse(ssh), files=files, fix=fix
     )
 
-    sections = _findings_by_section(facts_of_machine, failures)
     report = []
-    for section, findings in sections.items():
-        if section == BETWEEN_MACHINES:
-            report.append(f"{translate(section)}:")
+    findings_as_json = {}
+    sections = _findings_by_section(facts_of_machine, failures)
+    for title, findings in sections.items():  # the title is a machine's name, or BETWEEN_MACHINES
+        if title == BETWEEN_MACHINES:
+            heading = translate(title)
             repairs = ()
         else:
-            machine = section
-            report.append(f"{machine}:")
+            heading = title
             # A machine that did not answer has no facts, and so no repairs.
-            repairs = facts_of_machine.get(machine, {}).get("fixed", ())
-        report += [f"  {line}" for line in _report_lines(findings, repairs)]
-    print_for_people(report, json_file)
+            repairs = facts_of_machine.get(title, {}).get("fixed", ())
 
-    findings_as_json = {}
-    for section, findings in sections.items():
-        findings_as_json[section] = {check: each._asdict() for check, each in findings.items()}
+        report.append(f"{heading}:")
+        report += [f"  {line}" for line in _report_lines(findings, repairs)]
+        findings_as_json[title] = {check: each._asdict() for check, each in findings.items()}
+
+    print_for_people(report, json_file)
     write_json(json_file, {"findings": findings_as_json, "facts": facts_of_machine})
 
     return max(doctor.exit_code(findings) for findings in sections.values())

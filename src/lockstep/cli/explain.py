@@ -71,17 +71,20 @@ def _explain_code(code: str, width: int) -> str:
 
     if len(entries) == 1:
         text = _format_entry(entries[0], width)
-        heading_if_similar = translate(f"There is no {code}; the nearest is:")
     else:
         text = _format_entries(entries, width)
-        heading_if_similar = translate(f"There is no {code}; the nearest are:")
 
-    if entries[0].code.startswith(code):
+    # If no code begins with these characters, `find` returns the entries of similar codes.
+    are_only_similar = not entries[0].code.startswith(code)
+    if not are_only_similar:
         return text
 
-    # No code begins like this, and `find` has returned the entries with the most similar ones.
+    if len(entries) == 1:
+        heading = translate(f"There is no {code}; the nearest is:")
+    else:
+        heading = translate(f"There is no {code}; the nearest are:")
     all_of_them = translate("To list all of them: lockstep explain")
-    return f"{heading_if_similar}\n{text}\n\n{all_of_them}"
+    return f"{heading}\n{text}\n\n{all_of_them}"
 
 
 def _explain_words(query: str, width: int) -> str:
@@ -96,30 +99,31 @@ def _explain_words(query: str, width: int) -> str:
     """
     topic = find_topic(query)
     entries = catalogue.find(query, similar_spellings=topic is None)
-    if topic is None and not entries:
+
+    if topic is not None:
+        parts = [_format_topic(topic, width)]
+        if entries:
+            parts.append(translate("Codes in whose texts these words stand:"))
+            parts.append(_format_entries(entries, width))
+        return "\n\n".join(parts)
+
+    if not entries:
         names = ", ".join(each.name for each in TOPICS)
         raise click.UsageError(
             f"Nothing in the catalogue is about {query!r}. There are topics: {names}. lockstep "
             "explain lists all codes"
         )
-
-    parts = []
-    if topic is not None:
-        parts.append(_format_topic(topic, width))
-    if topic is not None and entries:
-        parts.append(translate("Codes in whose texts these words stand:"))
-    if len(entries) == 1 and topic is None:
-        parts.append(_format_entry(entries[0], width))
-    elif entries:
-        parts.append(_format_entries(entries, width))
-    return "\n\n".join(parts)
+    if len(entries) == 1:
+        return _format_entry(entries[0], width)
+    return _format_entries(entries, width)
 
 
 def _format_topic(topic: Topic, width: int) -> str:
     """Writes a topic: its name, its text, and where to read more."""
-    extension = ".md" if language() == ENGLISH else ".zh.md"
+    # "reference#settings" becomes "docs/reference.md#settings".
     page, number_sign, heading = topic.page.partition("#")
-    place = "".join((DOCS_FOLDER, page, extension, number_sign, heading))
+    extension = ".md" if language() == ENGLISH else ".zh.md"
+    place = f"{DOCS_FOLDER}{page}{extension}{number_sign}{heading}"
     paragraphs = [translate(topic.text), translate(f"More about it: {place}")]
     wrapped = ["\n".join(wrap(paragraph, width - len(INDENT))) for paragraph in paragraphs]
     indented = textwrap.indent("\n\n".join(wrapped), INDENT)

@@ -48,8 +48,9 @@ def keep_source(ctx: click.Context, param: click.Parameter, value: str | None) -
 def read_defaults(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
     """Makes the values of the launch file the defaults of the options.
 
-    This is the callback of --launch-file. Click calls it before it handles the other options, and
-    once more if `RunCommand.parse_args` parses the command line a second time.
+    This is the callback of --launch-file, which click calls before it handles the other options.
+    Nothing is read if another launcher has started this command: it has read the file and passes
+    the options on.
 
     Args:
         ctx: the context of the command.
@@ -95,7 +96,7 @@ def file_and_its_options(ctx: click.Context) -> str:
     if file is None:
         return ""
 
-    # `copy = true` in the file has no effect in a run without --hosts, for example.
+    # `copy = true` in the file has no effect in a run without its main option, --hosts.
     options_without_effect = missing_main_options(ctx).keys()
     option_of_key = _options_by_key(ctx)
     used = []
@@ -125,6 +126,8 @@ def _defaults_from_file(
     defaults = {}
     for key in file.values:
         if key not in option_of_key:
+            # Importing torchrun's options takes long, so `RunCommand.parse_args` only does so if
+            # this error asks for it, and then parses the command line again.
             if TORCHRUN_OPTIONS not in ctx.meta:
                 raise TorchrunOptionsNeeded
             raise _unknown_key_error(file, key, option_of_key)

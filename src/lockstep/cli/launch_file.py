@@ -73,14 +73,12 @@ def find_launch_file(folder: Path) -> LaunchFile | None:
     """
     working_folder = folder.absolute()
     for place in (working_folder, *working_folder.parents):
-        is_writable_by_all = bool(place.stat().st_mode & stat.S_IWOTH)
-        may_be_searched = place == working_folder or not is_writable_by_all
-        if not may_be_searched:
+        if _is_writable_by_all(place) and place != working_folder:
             return None
 
         path = place / FILE_NAME
         if path.is_file():
-            if is_writable_by_all and not _is_own(path):
+            if not _is_trusted(path):
                 raise SettingError(
                     f"the launch file {path}",
                     "another user may have written it: every user may write in its folder",
@@ -92,20 +90,28 @@ def find_launch_file(folder: Path) -> LaunchFile | None:
         if path.is_file():
             # Most files called pyproject.toml have nothing to do with Lockstep, so another user's
             # is skipped, without an error.
-            may_be_trusted = not is_writable_by_all or _is_own(path)
-            file = _read_table(path) if may_be_trusted else None
+            file = _read_table(path) if _is_trusted(path) else None
             if file is not None:
                 return file
 
     return None
 
 
-def _is_own(path: Path) -> bool:
-    """True if a file belongs to this user or to root, and no other user may write to it."""
-    status = path.stat()
-    if status.st_uid not in (os.getuid(), 0):
-        return False
-    return not status.st_mode & stat.S_IWOTH
+def _is_trusted(path: Path) -> bool:
+    """True unless another user may have written a file.
+
+    In a folder in which every user may write, a file is trusted if it belongs to this user or to
+    root, and no other user may write to it.
+    """
+    if not _is_writable_by_all(path.parent):
+        return True
+    belongs_to_user_or_root = path.stat().st_uid in (os.getuid(), 0)
+    return belongs_to_user_or_root and not _is_writable_by_all(path)
+
+
+def _is_writable_by_all(path: Path) -> bool:
+    """True if every user may write to a file or a folder."""
+    return bool(path.stat().st_mode & stat.S_IWOTH)
 
 
 def _read_table(path: Path) -> LaunchFile | None:

@@ -65,10 +65,10 @@ def missing_main_options(ctx: click.Context) -> dict[str, str]:
     return main_option_of
 
 
-def leave_out_places_of_file(ctx: click.Context) -> None:
-    """Leaves out `hosts`, `ray` or `slurm` of the launch file if another of them is given.
+def drop_overridden_places(ctx: click.Context) -> None:
+    """Drops `hosts`, `ray` or `slurm` of the launch file if the command line names another place.
 
-    Each of them says where the run takes place, and the command line overrides the file.
+    With `hosts = "a,b"` in the file, `lockstep run --slurm train.py` drops `hosts`.
     """
     chosen = chosen_places(ctx)
     if all(comes_from_file(ctx, place) for place in chosen):

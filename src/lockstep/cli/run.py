@@ -32,7 +32,7 @@ from lockstep.cli.place_options import (
     PlaceOption,
     check_place_options,
     chosen_places,
-    leave_out_places_of_file,
+    drop_overridden_places,
 )
 from lockstep.cli.places.here import ThisMachine
 from lockstep.cli.places.hosts import Hosts
@@ -282,9 +282,9 @@ def _unknown_flag_error(command: click.Command, ctx: click.Context, flag: str) -
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **_: Any) -> None:
     """Starts SCRIPT on several processes, watches them, and ends all of them when one fails."""
     # The other options are read from `ctx.params`, each where it is needed.
-    leave_out_places_of_file(ctx)
+    drop_overridden_places(ctx)
     check_place_options(ctx)
-    _check_report_is_no_service(ctx.params["report"])
+    _check_report_names_folder(ctx.params["report"])
     check_no_second_launcher(ctx.params["nproc"], script, args, ctx.params["module"])
     place = _chosen_place(ctx, script, args)
 
@@ -304,15 +304,17 @@ def _chosen_place(ctx: click.Context, script: str, args: tuple[str, ...]) -> Pla
     options = chosen_places(ctx)
     if options:
         only_option = options[0]  # `check_place_options` rejects a second one
-        return PLACES[only_option](ctx, script, args)
+        place_class = PLACES[only_option]
+        return place_class(ctx, script, args)
 
+    # In a job of Slurm, srun may have to start a launcher on each of its nodes.
     placement = placement_in_job(ctx)
     if placement is not None and placement.srun_nodes:
         return PresentSlurmJob(ctx, script, args, placement)
     return ThisMachine(ctx, script, args, placement)
 
 
-def _check_report_is_no_service(report: str | None) -> None:
+def _check_report_names_folder(report: str | None) -> None:
     """Checks that --report, which takes a folder, was not given the name of a tracking service.
 
     The service is named by `lockstep report FOLDER --to tensorboard`, after the run. A folder may

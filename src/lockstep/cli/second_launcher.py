@@ -38,13 +38,16 @@ def check_no_second_launcher(
     Raises:
         SettingError: the script is a launcher, or several of this command were started by one.
     """
-    if module and script in MODULES_OF_LAUNCHERS and nproc not in (None, "1"):
+    # With one process, a launcher's module starts the training once, as the user wants.
+    starts_several = nproc not in (None, "1")
+    if module and script in MODULES_OF_LAUNCHERS and starts_several:
         raise SettingError(
             f"lockstep run --nproc {nproc} -m {script}",
             "it is a launcher too, so each process would start the whole training",
             f"leave out -m {script} and its options: lockstep run --nproc N SCRIPT",
         )
 
+    # A launcher's program is an error with any number: its name stands where the script should.
     program = Path(script).name
     if not module and program in PROGRAMS_OF_LAUNCHERS:
         if program == "torchrun":
@@ -74,12 +77,12 @@ def _check_started_once(
     if TORCHELASTIC_VARIABLE in environ:
         launcher = "torchrun"
         num_processes = environ.get("WORLD_SIZE", "1")
-        num_here = environ.get("LOCAL_WORLD_SIZE", num_processes)
+        num_on_this_machine = environ.get("LOCAL_WORLD_SIZE", num_processes)
         variables = ", ".join(("RANK", "WORLD_SIZE", TORCHELASTIC_VARIABLE))
     elif scheduler is not None:
         launcher = scheduler.command
-        num_here = environ[scheduler.local_size]
-        num_processes = num_here
+        num_on_this_machine = environ[scheduler.local_size]
+        num_processes = num_on_this_machine  # those on other machines are not seen here
         variables = scheduler.local_size
     else:
         return
@@ -87,11 +90,12 @@ def _check_started_once(
     if num_processes == "1":
         return
 
-    program = [*(["-m"] if module else []), script, *args]
+    module_flag = ["-m"] if module else []
+    options = ["--nproc", num_on_this_machine, *module_flag]
+    command = shlex.join(["lockstep", "run", *options, script, *args])
     raise SettingError(
         f"lockstep run in each of the {num_processes} processes of {launcher}",
         "both are launchers, so each process would start the whole training",
-        f"leave {launcher} and its options out: "
-        f"{shlex.join(['lockstep', 'run', '--nproc', num_here, *program])}. If a process of a "
-        f"training starts another one on purpose, remove {variables} from its environment",
+        f"leave {launcher} and its options out: {command}. If a process of a training starts "
+        f"another one on purpose, remove {variables} from its environment",
     )

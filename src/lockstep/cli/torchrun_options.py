@@ -17,7 +17,7 @@ TORCHRUN_NAME_PREFIX = "torchrun_"
 
 def torchrun_options() -> list[click.Option]:
     """Returns a hidden option of click for each of torchrun's flags, read from its parser."""
-    with without_garbage_collection():
+    with without_garbage_collection():  # it would take longer than the import itself
         from torch.distributed.run import get_args_parser
 
     options = []

@@ -192,7 +192,7 @@ def _check_arguments(
 def _check_reference(
     reference: RunRecord, script: str, args: tuple[str, ...], options: dict[str, Any]
 ) -> None:
-    """Checks that the reference has not failed, and that other runs can be compared with it.
+    """Checks that the reference has trained without an error, so that runs can be compared with it.
 
     Args:
         reference: the record of the run on one process.
@@ -208,7 +208,8 @@ def _check_reference(
     module_flag = ["-m"] if options["module"] else []
     command_without_verify = shlex.join(["lockstep", "run", *module_flag, script, *args])
 
-    # These options require a script that trains with Lockstep.
+    # These options only have an effect on a script that trains with Lockstep. If this one does not,
+    # the error names them.
     lockstep_options = []
     for name in ("accumulate", "shares", "strategy"):
         if options[name]:
@@ -216,7 +217,7 @@ def _check_reference(
 
     check_reference(
         reference,
-        was_set=f"lockstep verify {script}",  # the heading of the error
+        heading=f"lockstep verify {script}",
         lockstep_options=lockstep_options,
         command=command_without_verify,
         subject="script",
@@ -348,8 +349,9 @@ def _check_options_with_bits(options: dict[str, Any]) -> None:
 def _check_options_with_same_samples(options: dict[str, Any]) -> None:
     """Checks that no option is given that cannot be combined with --same-samples.
 
-    With --same-samples, the batches of all ranks are compared with those of one process. The other
-    options say how several processes share one batch, which this comparison does not do.
+    With --same-samples, one process trains on the batches of the run on several processes. The
+    options that are excluded change the size of a batch, or ask for further runs, which would have
+    other batches.
 
     Raises:
         SettingError: such an option is given.
@@ -362,6 +364,7 @@ def _check_options_with_same_samples(options: dict[str, Any]) -> None:
     if excluded:
         raise SettingError(
             f"lockstep verify --same-samples {' '.join(excluded)}",
-            "one process trains on the batches of all ranks, so there is nothing else to compare",
-            "leave one of them out",
+            "one process trains on the batches of a single other run, and these options change the "
+            "batches or add runs",
+            "leave out --same-samples or the other options",
         )

@@ -283,7 +283,8 @@ def parse_init_method(topology: Topology, init_method: str | None) -> Endpoint |
         found = "something follows the port; rank and world_size are arguments of init"
         raise _malformed_error(init_method, found)
 
-    return Endpoint(host, port, at_loopback=_all_meet_at_loopback(topology, host))
+    at_loopback = _all_meet_at_loopback(topology, host)
+    return Endpoint(host, port, processes_meet_at_loopback=at_loopback)
 
 
 def _endpoint_of_environment(topology: Topology) -> Endpoint:
@@ -304,7 +305,7 @@ def _endpoint_of_environment(topology: Topology) -> Endpoint:
     # after torchrun's TORCHELASTIC_USE_AGENT_STORE), which listens at MASTER_ADDR only.
     host = topology.master_addr
     at_loopback = _all_meet_at_loopback(topology, host) and not topology.agent_store
-    return Endpoint(host, topology.master_port, at_loopback)
+    return Endpoint(host, topology.master_port, processes_meet_at_loopback=at_loopback)
 
 
 def _all_meet_at_loopback(topology: Topology, host: str) -> bool:

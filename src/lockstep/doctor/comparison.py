@@ -195,8 +195,8 @@ def _judge_packages(machines: Machines) -> Finding:
     for name, software in _facts_of_check(machines, "software").items():
         packages[name] = _one_fact(software, "packages")
 
-    # The number is only shown if all machines that have answered have the same packages, so it is
-    # that of any of them.
+    # `if_equal` is only shown if all machines have the same packages, so the number is taken from
+    # any of them.
     answered = [versions for versions in packages.values() if UNKNOWN not in versions]
     num_packages = len(answered[0]) if answered else 0
     return _compare(
@@ -216,8 +216,8 @@ def _judge_variables(machines: Machines) -> Finding:
         keys = [key for key in variables if key not in NAMES_OF_ONE_MACHINE]
         compared[name] = {key: variables[key] for key in keys}
 
-    # Variables that `lockstep run --hosts` sends to all machines are equal here already: see
-    # `forwarded` in `hosts`.
+    # Variables that `lockstep run --hosts` sends to all machines, such as NCCL_DEBUG, already have
+    # the value of the machine on which doctor runs: see `forwarded` in `hosts`.
     return _compare(
         compared,
         level=WARNING,
@@ -258,8 +258,8 @@ def _judge_names(machines: Machines) -> Finding:
     A run uses the address that each machine has given for itself (its fact `own`). Whether the
     others can look up its name only matters if it gave none.
 
-    If machine `a` cannot look up `c`, the finding for three machines is "those of 3 machines looked
-    up on each; not all know c: a run uses the address".
+    If machine `a` cannot look up `c`, the line for three machines is "names  those of 3 machines
+    looked up on each; not all know c: a run uses the address".
     """
     problems: list[Finding] = []
     observers_without_answer: list[str] = []
@@ -501,8 +501,8 @@ def _judge_data(machines: Machines) -> Finding:
         if is_difference:
             return finding
 
-    # The contents differ, or nothing does. In this case, the finding also names the machines that
-    # have not answered.
+    # Only the contents may still differ. If they do not, this finding says so, or names the
+    # machines that have not answered.
     return compare("contents")
 
 

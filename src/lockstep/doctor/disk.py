@@ -40,8 +40,8 @@ def gather(folder: Path) -> Facts:
         `temporary` files and the bytes that are free there; and `speed`, in bytes per second. It is
         None if the folder cannot be written; then `problem` says why.
     """
-    # Go upwards from the folder, to the first path that exists, and to the first folder that
-    # exists.
+    # If `a/b` is a file, or a link that leads nowhere, the folder `a/b/c` cannot be made. Then the
+    # nearest path that exists is `a/b`, and the nearest folder is `a`.
     path_and_parents = [folder, *folder.absolute().parents]
     nearest_path = _first(path_and_parents, os.path.lexists)
     nearest_folder = _first(path_and_parents, os.path.isdir)
@@ -60,8 +60,6 @@ def gather(folder: Path) -> Facts:
         "problem": None,
     }
 
-    # If `a/b` is a file, or a link that leads nowhere, the folder `a/b/c` cannot be made. Here,
-    # nearest_path is `a/b`, and nearest_folder is `a`.
     is_blocked_by_file = nearest_folder != nearest_path
     if is_blocked_by_file:
         facts["problem"] = f"{nearest_path} is no folder"
@@ -112,8 +110,8 @@ def judge(facts: Facts) -> Finding:
     """Finds a disk that is nearly full, a folder that cannot be written, and a slow disk."""
     summary = f"{gib(facts['free'])} of {gib(facts['total'])} free in {facts['folder']}"
 
-    # The texts of the problems follow the summary: "3 GiB of 8 GiB free in runs; that is not much
-    # for checkpoints".
+    # The texts of the problems follow the summary: "3 GiB of 8 GiB free in runs, 20 MB/s; the free
+    # space is not much for checkpoints".
     problems = []
     if facts["problem"] is not None:  # the reason why nothing can be written; no speed was measured
         found = f"{facts['folder']} cannot be written: {facts['problem']}"
@@ -130,7 +128,7 @@ def judge(facts: Facts) -> Finding:
             problems.append(Finding(OK, "the folder does not exist yet", do))
 
     if facts["free"] < MIN_FREE:
-        problems.append(Finding(WARNING, "that is not much for checkpoints", "make room"))
+        problems.append(Finding(WARNING, "the free space is not much for checkpoints", "make room"))
 
     num_files_left = facts["files"]  # None: there is no limit
     if num_files_left is not None and num_files_left < MIN_NEW_FILES:

@@ -34,8 +34,8 @@ def gather(folder: Path) -> Facts:
     # The address of this machine from which packets to the internet leave.
     address = default_route_address() or LOOPBACK
 
-    # Torch looks up an IPv4 address in this form, since its sockets are IPv6. A system may answer
-    # the one form at once and the other one late.
+    # Torch looks up 10.0.0.1 as ::ffff:10.0.0.1, since its sockets are IPv6. That may take longer
+    # than to look up the plain address.
     if ":" not in address:
         address = f"::ffff:{address}"
 

@@ -122,7 +122,9 @@ class _Examination:
         try:
             await self._connect()
             await self._read_clocks()
-            await self._try_links()
+            places = await self._listen()
+            await self._connect_machines(places)
+            await self._measure_links(places)
             await self._run_checks(files, fix)
             await self._test_shared_folder()
         finally:
@@ -165,41 +167,45 @@ class _Examination:
         for name, answer in answers.items():
             self.facts[name].update(answer)
 
-    async def _try_links(self) -> None:
-        """Connects each machine to every other one, and measures the links to the next few.
-
-        The fact `links` of a machine then has an entry for each other machine: its `error`, which
-        is empty if the connection works, or the measurements.
-        """
-        # 1. Make all machines listen. A machine that hangs must leave time for the next steps, of
-        # which the second one takes longer.
+    async def _listen(self) -> dict[str, tuple[str, int]]:
+        """Makes all machines listen, and returns the address and port of each that does."""
         token = self._token
-        listen_timeout_s = self._remaining_s() / 4
+
+        # A machine that hangs here must leave time to connect the others and to measure links.
+        timeout_s = self._remaining_s() / 4
         answers = await self._ask(
-            lambda connection: connection.ask(ask="serve", token=token), listen_timeout_s
+            lambda connection: connection.ask(ask="serve", token=token), timeout_s
         )
-        places: dict[str, tuple[str, int]] = {}  # the address and port of each machine that listens
+
+        places = {}
         for name, answer in answers.items():
             can_listen = "port" in answer
             if can_listen:
                 # The address that the machine has given for itself, or the one from the user.
                 address = self.facts[name]["own"] or self._connections[name].host.address
                 places[name] = (address, answer["port"])
+        return places
 
-        # 2. Let each machine connect to all others.
+    async def _connect_machines(self, places: Mapping[str, tuple[str, int]]) -> None:
+        """Lets each machine connect to every other one.
+
+        The fact `links` of a machine then has an entry for each other machine, with the `error`,
+        which is empty if the connection works. `_measure_links` replaces some of the entries.
+
+        Args:
+            places: the address and port of each machine.
+        """
+
         async def reach(connection: MachineConnection) -> dict[str, Any]:
             others = {name: place for name, place in places.items() if name != connection.host.name}
             return await connection.ask(ask="reach", places=others)
 
         # The answer of a machine only contains the machines that it could not reach.
-        reach_timeout_s = self._remaining_s() / 3
-        errors_of_machine = await self._ask(reach, reach_timeout_s)
+        timeout_s = self._remaining_s() / 3
+        errors_of_machine = await self._ask(reach, timeout_s)
         for name, errors in errors_of_machine.items():
             links = {other: {"error": errors.get(other, "")} for other in places if other != name}
             self.facts[name]["links"] = links
-
-        # 3. Measure some of the links.
-        await self._measure_links(places)
 
     async def _measure_links(self, places: Mapping[str, tuple[str, int]]) -> None:
         """Measures the link of each machine to the next one, then to the one after that, and so on.
@@ -216,7 +222,7 @@ class _Examination:
             for index, name in enumerate(names):
                 neighbor = names[(index + distance) % len(names)]
 
-                # `_try_links` has set the error of each link. It is empty if the link works.
+                # `_connect_machines` has set the error of each link. It is empty if the link works.
                 if not self.facts[name]["links"][neighbor]["error"]:
                     neighbors[name] = neighbor
             await self._measure_links_to(neighbors, places)
@@ -257,7 +263,7 @@ class _Examination:
         # Each machine checks whether it can resolve the names of all machines.
         addresses = {name: self._connections[name].host.address for name in self.facts}
 
-        # Time is reserved for two transfers: of this answer, and of those to the later requests.
+        # The checks leave time to transfer this answer, and then the answers to later requests.
         checks_s = min(DEADLINE_S, self._remaining_s(reserve_s=2 * ANSWER_TRANSFER_S))
         answer_timeout_s = self._remaining_s(reserve_s=ANSWER_TRANSFER_S)
 
@@ -287,13 +293,15 @@ class _Examination:
     async def _test_shared_folder(self) -> None:
         """Makes the first machine write a file, which the others then read.
 
-        The fact `shared` of a machine is True or False, or None if the first machine cannot write.
+        The file is written into the folder for checkpoints or, if there is no such folder, into the
+        nearest one above it. The fact `shared` of a machine is True or False, or None if the first
+        machine cannot write.
         """
         machines = [name for name in self.facts if name not in self.failures]
         if not machines:
             return
 
-        # The content is unique, so that no other file is mistaken for this one.
+        # The path is the content too. It is unique, so no other file is mistaken for this one.
         path = str(self._folder / f".lockstep-doctor-{secrets.token_hex(8)}")
         unique_text = path
         writer = machines[0]
@@ -307,7 +315,6 @@ class _Examination:
 
         self.facts[writer]["shared"] = None  # stays None if the machine cannot write
         if answers[writer]["error"] is None:
-            # If the folder does not exist, the file was written into a folder above it.
             written_path = answers[writer]["path"]
             await self._read_shared_file(written_path, expected_text=unique_text)
 

@@ -39,7 +39,8 @@ FileAndSize = tuple[str, int]
 def gather(folder: Path) -> Facts:
     """Lists the files of shared memory and the folders of logs that could be removed.
 
-    `sees_all` is False if processes in containers may use them without being seen from here.
+    `sees_all` is False if processes in containers may use the files: a container may share /dev/shm
+    with this process, which does not see the processes in it.
     """
     return {
         "shared": [[path, size] for path, size in _abandoned_shared_memory()],
@@ -155,10 +156,9 @@ def judge(facts: Facts) -> Finding:
         files = count_noun(len(shared), "file")
         found = f"/dev/shm holds {size_mib} MiB in {files} of ended processes"
 
-        # The name of a file has the id of the process that created it. No process that is visible
-        # here has this id, but one in a container may: ids differ between containers.
-        sees_all_processes_that_may_use_them = facts["sees_all"]
-        if sees_all_processes_that_may_use_them:
+        # `torch_1234_...` was created by process 1234, and there is no such process here. But in a
+        # container that shares /dev/shm there may be one, as it has process ids of its own.
+        if facts["sees_all"]:
             do = "--fix removes them"
         else:
             do = "remove them if no container uses this /dev/shm: its processes have other numbers"

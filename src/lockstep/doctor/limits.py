@@ -48,25 +48,31 @@ def judge(facts: Facts) -> Finding:
 
     A limit that is None does not exist.
     """
-    files = facts["files"]
-    processes = facts["processes"]
-    locked = facts["locked"]
+    max_files = facts["files"]
+    max_processes = facts["processes"]
+    max_locked_bytes = facts["locked"]
 
     problems = []
-    if files is not None and files < MIN_OPEN_FILES:
-        hard_limit = facts["most_files"]
+    if max_files is not None and max_files < MIN_OPEN_FILES:
         found = "loaders with workers may need more open files"
-        problems.append(Finding(WARNING, found, _how_to_raise_open_files(hard_limit)))
+        do = _how_to_raise_open_files(hard_limit=facts["most_files"])
+        problems.append(Finding(WARNING, found, do))
 
-    if processes is not None and processes < MIN_PROCESSES:
-        found = f"at most {processes} processes and threads"
+    if max_processes is not None and max_processes < MIN_PROCESSES:
+        found = f"at most {max_processes} processes and threads"
         problems.append(Finding(WARNING, found, "ulimit -u, or ask for a higher limit"))
 
-    if facts["infiniband"] and locked is not None and locked < MIN_LOCKED_MEMORY:
-        found = f"InfiniBand needs locked memory, and {locked // 2**10} KiB may be locked"
+    if (
+        max_locked_bytes is not None
+        and max_locked_bytes < MIN_LOCKED_MEMORY
+        and facts["infiniband"]
+    ):
+        max_locked_kib = max_locked_bytes // 2**10
+        found = f"InfiniBand needs locked memory, and {max_locked_kib} KiB may be locked"
         problems.append(Finding(WARNING, found, "as root, memlock unlimited in limits.conf"))
 
-    return join_findings(f"{'unlimited' if files is None else files} open files", problems)
+    files = "unlimited" if max_files is None else max_files
+    return join_findings(f"{files} open files", problems)
 
 
 def _how_to_raise_open_files(hard_limit: int | None) -> str:

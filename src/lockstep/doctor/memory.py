@@ -37,7 +37,7 @@ def gather(folder: Path) -> Facts:
 
 def judge(facts: Facts) -> Finding:
     """Finds too little memory to load torch and a model on each rank."""
-    available = facts["available"]
+    usable = facts["available"]
     group = facts["group"]
     advice = "end the programs that use it"
 
@@ -45,15 +45,15 @@ def judge(facts: Facts) -> Finding:
     # the worst level of the findings.
     findings = []
 
-    # If the control group leaves less than the machine has, that is mentioned and counts. It is no
-    # problem by itself.
-    if group is not None and group < available:
-        available = group
+    # The control group may leave less than the machine has. That is only mentioned here, but it
+    # decides below whether there is too little.
+    if group is not None and group < usable:
+        usable = group
         findings.append(Finding(OK, f"its control group leaves {gib(group)}"))
 
-    if available < MIN_FOR_TORCH:
+    if usable < MIN_FOR_TORCH:
         findings.append(Finding(ERROR, "too little for one process with torch", advice))
-    elif available < MIN_FOR_A_MODEL:
+    elif usable < MIN_FOR_A_MODEL:
         found = "a process with torch takes about 0.5 GiB, without any model"
         findings.append(Finding(WARNING, found, f"start few processes, or {advice}"))
 

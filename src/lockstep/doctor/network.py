@@ -73,8 +73,10 @@ def _loopback_problem() -> str | None:
 
 
 def judge(facts: Facts) -> Finding:
-    """Finds a loopback that does not work, and variables that name interfaces which do not
-    exist.
+    """Says which interface leads to other machines, and finds problems.
+
+    The problems are a loopback that does not work, variables that name interfaces which do not
+    exist, and small packets.
     """
     interfaces = facts["interfaces"]
     problems = []
@@ -88,9 +90,9 @@ def judge(facts: Facts) -> Finding:
             do = f"set it to one of {', '.join(interfaces)}, or unset it"
             problems.append(Finding(ERROR, found, do))
 
-    # There is no default route, so no single interface reaches all other machines. List the
-    # interfaces that could reach some of them.
     if facts["interface"] is None:
+        # There is no default route, so no single interface reaches all other machines. List the
+        # interfaces that could reach some of them.
         other_interfaces = facing_outward(interfaces)
         if other_interfaces:
             summary = f"no default route: {listing(other_interfaces)}"

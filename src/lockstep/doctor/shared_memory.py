@@ -32,8 +32,6 @@ def judge(facts: Facts) -> Finding:
     if facts["total"] is None:
         return Finding(OK, "there is no /dev/shm on this system")
 
-    # The text of a problem completes the sentence that the summary begins: "64 MiB of 64 MiB free
-    # in /dev/shm; so little that DataLoader workers may die with a bus error".
     problems = []
     if not facts["writable"]:
         found = "this user may not write there"
@@ -47,5 +45,6 @@ def judge(facts: Facts) -> Finding:
         do = "see ls -l /dev/shm, and leftovers below for what is torch's"
         problems.append(Finding(WARNING, "it is nearly full", do))
 
+    # "0.06 GiB of 0.06 GiB free in /dev/shm; so little that DataLoader workers may die ..."
     summary = f"{gib(facts['free'])} of {gib(facts['total'])} free in /dev/shm"
     return join_findings(summary, problems)

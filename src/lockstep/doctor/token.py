@@ -18,17 +18,12 @@ MODE_FOR_OTHERS = 0o077  # the bits of a file's mode that give other users any a
 
 
 def gather(folder: Path) -> Facts:
-    """Reads where the token comes from, what is wrong with it, and a part of its digest.
-
-    `source` is a text, such as the path of its file, or None if there is no token yet. `open` is
-    True if the user has chosen to have no token. If the token cannot be used, `problem` says why,
-    and `do` what to do about it.
-    """
+    """Reads where the token comes from, what is wrong with it, and a part of its digest."""
     facts: dict[str, Any] = {
-        "source": None,
-        "problem": None,
-        "do": "",
-        "open": False,
+        "source": None,  # such as the path of its file; None if there is no token yet
+        "problem": None,  # why the token cannot be used
+        "do": "",  # what to do about the problem
+        "open": False,  # whether the user has chosen to have no token
         "digest": None,
     }
 

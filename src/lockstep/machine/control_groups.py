@@ -52,11 +52,12 @@ def own_cgroups(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, 
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if hierarchy == "0":
-            # Version 2 has one hierarchy for all controllers.
+            # Version 2 has one hierarchy for all controllers: /sys/fs/cgroup/job/step.
             version = 2
             mounts = [mount_point, mount_point / "unified"]
         elif controller in controllers.split(","):
-            # Usually the folder `cpu,cpuacct`, and a link `cpu` to it. Some systems have only one.
+            # Usually /sys/fs/cgroup/cpu,cpuacct, and a link /sys/fs/cgroup/cpu to it. Some systems
+            # have only one of them.
             version = 1
             mounts = [mount_point / controllers, mount_point / controller]
         else:

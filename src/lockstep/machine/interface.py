@@ -310,16 +310,14 @@ def choose_nccl_interfaces(
     if reaching_master is not None and reaching_master not in present:
         present.append(reaching_master)  # the kernel may report a second late that it is up
 
-    # The interfaces that NCCL would take by itself: those that lead to other machines, and those
-    # that do not.
-    usable = []
+    # Of the interfaces that NCCL would use by itself, find those that lead to no other machine.
+    chosen_by_nccl = _taken_by_nccl(present)
     unusable = []
-    for name in _taken_by_nccl(present):
+    for name in chosen_by_nccl:
         leads_nowhere = _is_named_loopback(name) or CONTAINER_INTERFACE.match(name)
         if leads_nowhere and name != reaching_master:
             unusable.append(name)
-        else:
-            usable.append(name)
+    usable = [name for name in chosen_by_nccl if name not in unusable]
 
     if not unusable:  # NCCL's own choice is right
         return None
@@ -329,7 +327,7 @@ def choose_nccl_interfaces(
         return None
 
     reason = (
-        f"by itself NCCL would use {', '.join(unusable)}, by the name loopback or an interface to "
-        "containers of this machine"
+        f"by itself NCCL would use {', '.join(unusable)}, judging by the name loopback or an "
+        "interface to containers of this machine"
     )
     return "=" + ",".join(usable), reason

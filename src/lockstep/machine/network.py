@@ -215,8 +215,8 @@ class Endpoint:
     host: str
     """A name or an address."""
     port: int
-    at_loopback: bool = False
-    """True if all processes that use it are on this machine, so that they meet at loopback."""
+    processes_meet_at_loopback: bool = False
+    """True if all processes that use it are on this machine, and use its loopback address."""
 
     def __str__(self) -> str:
         if _is_ipv6(self.host):
@@ -226,12 +226,13 @@ class Endpoint:
     def addresses(self) -> list[str]:
         """Returns the addresses to connect to; empty if the host name does not resolve.
 
-        If the host and all processes are on this machine, the result is a single loopback address.
+        If the host is this machine, and all processes meet at loopback, the result is a single
+        loopback address.
         """
         addresses_of_host = resolve(self.host)
 
         host_is_this_machine = any(is_here(address) for address in addresses_of_host)
-        if not (host_is_this_machine and self.at_loopback):
+        if not (host_is_this_machine and self.processes_meet_at_loopback):
             return addresses_of_host
 
         for address in addresses_of_host:
@@ -258,8 +259,7 @@ def serving_address(endpoint: Endpoint, local_addr: str | None = None) -> str:
     """
     endpoint_addresses = endpoint.addresses()
 
-    # All processes are on this machine.
-    if endpoint.at_loopback:
+    if endpoint.processes_meet_at_loopback:
         for address in endpoint_addresses:
             if is_loopback_address(address):
                 return address
@@ -303,12 +303,18 @@ def _not_an_own_address_error(
         endpoint: the endpoint to which the other processes connect.
         endpoint_addresses: its addresses; empty if its host name does not resolve.
     """
-    # "10.0.0.7 is not an address of this machine", or "the name does not resolve, and it is not an
-    # address of this machine".
-    subject = ", ".join(endpoint_addresses) or "the name does not resolve, and it"
+    own_addresses = listing(local_addresses())
+    if endpoint_addresses:
+        addresses = ", ".join(endpoint_addresses)
+        found = f"{addresses} is not an address of this machine, which has {own_addresses}"
+    else:
+        found = (
+            "the name does not resolve, and it is not an address of this machine, which has "
+            f"{own_addresses}"
+        )
     return MasterUnreachableError(
         f"this machine serves the run at {endpoint}",
-        f"{subject} is not an address of this machine, which has {listing(local_addresses())}",
+        found,
         "give the address of this machine (MASTER_ADDR, --master-addr, or the host of tcp:// and "
         "--rdzv-endpoint), or --local-addr for the one that the others reach",
     )

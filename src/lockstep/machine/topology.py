@@ -338,7 +338,8 @@ def _place_on_machine(
             node_rank = (rank - local_rank) // local_size
         return _PlaceOnMachine(local_rank, local_size, node_rank, unknown=frozenset())
 
-    # Nothing says which ranks share this machine, so it is seen when they have met.
+    # Nothing says which ranks share this machine. They find out once they are connected. Until
+    # then, the smallest possible size stands in.
     unknown = {"local_size"}
     if local_rank is None:
         unknown.add("local_rank")
@@ -346,7 +347,7 @@ def _place_on_machine(
     if node_rank is None:
         unknown.add("node_rank")
         node_rank = rank
-    least_local_size = local_rank + 1  # until it is known
+    least_local_size = local_rank + 1
     return _PlaceOnMachine(local_rank, least_local_size, node_rank, frozenset(unknown))
 
 
@@ -466,7 +467,10 @@ def _read_open_mpi(environ: Environ, task: Task) -> Topology | None:
 
 def _read_mpich(environ: Environ, task: Task) -> Topology | None:
     """Reads the place of a process of MPICH's or Intel MPI's `mpirun`."""
-    if task == SLURM.task(environ):  # `srun --mpi=pmi2` sets the variables of both
+    # `srun --mpi=pmi2` sets the variables of MPICH too. Then both say the same, and the process is
+    # left to the reader of Slurm.
+    was_started_by_srun = task == SLURM.task(environ)
+    if was_started_by_srun:
         return None
 
     return _read_mpi(

@@ -18,7 +18,7 @@ _DTYPE_ERROR = re.compile("(?i)dtype|double")
 
 def check_reference(
     reference: RunRecord,
-    was_set: str,
+    heading: str,
     lockstep_options: Sequence[str],
     command: str,
     subject: str,
@@ -27,7 +27,7 @@ def check_reference(
 
     Args:
         reference: record of the run on one process.
-        was_set: what the user asked for, as the first line of the error.
+        heading: what the user asked for, as the first line of the error.
         lockstep_options: options given by the user that only work for scripts that use Lockstep.
         command: command that runs the script without a comparison.
         subject: what was run, such as "script".
@@ -45,7 +45,7 @@ def check_reference(
         found = f"{found.rstrip()}\nit started processes of its own, which are not seen: {line}"
         advice = f"{OWN_PROCESSES_HINT}; else {advice}"
 
-    raise UsageError(was_set, _aligned(found), advice)
+    raise UsageError(heading, _aligned(found), advice)
 
 
 def _find_problem(

@@ -88,11 +88,12 @@ def _settings_of_ranks(ctx: click.Context, quiet: bool) -> dict[str, Any]:
     if quiet:
         given["quiet"] = 1
 
-    # The ranks get this text in an environment variable, and print it. If this process has the
-    # variable, from a launcher that has read another file, it is replaced, even by an empty text.
+    # The ranks print which options come from a launch file. They are told by a variable, which this
+    # process may have inherited from a launcher that has read another file. An inherited value is
+    # overwritten, with "" if no option of this run comes from a file.
     origin_of_options = file_and_its_options(ctx)  # "lockstep.toml: nproc, precision"
-    replaces_inherited = FROM_FILE_VARIABLE in os.environ
-    if origin_of_options or replaces_inherited:
+    has_inherited_value = FROM_FILE_VARIABLE in os.environ
+    if origin_of_options or has_inherited_value:
         given["from_file"] = origin_of_options
     return given
 

@@ -118,9 +118,10 @@ def _check_no_hosts_after_spaces(ctx: click.Context, script: str, args: Sequence
 
 
 def _num_hosts_before_script(words: Sequence[str]) -> int | None:
-    """Returns 1 for `["node2", "train.py", "--lr", "1"]`: one host stands before the script.
+    """Returns how many words stand before the script, if all of them may be hosts.
 
-    It is None if no script follows, or if another word than a host stands before the script.
+    For `["node2", "train.py", "--lr", "1"]` it is 1. It is None if there is no script, or if a word
+    before it cannot be a host.
     """
     for position, word in enumerate(words):
         may_be_host_or_script = HOST_WORD_PATTERN.fullmatch(word) and not word.startswith("-")

@@ -58,10 +58,10 @@ def given_options(ctx: click.Context) -> list[str]:
     left_out = {"nproc", "module"}  # the caller passes them on
     left_out |= {"dry_run", "launch_file"}  # they are for this command only
 
-    # --from-file says which of the options come from a launch file, for messages. Its text is
-    # that of this command, not the one that the user may have given.
-    left_out.add("from_file")
+    # "--from-file=lockstep.toml: nproc, precision" says which of the options come from a launch
+    # file. It is written anew here, so a value on the command line is left out.
     words = [f"--from-file={file_and_its_options(ctx)}"]
+    left_out.add("from_file")
     for param in ctx.command.params:
         name = str(param.name)
         if not isinstance(param, click.Option):  # the script and its arguments

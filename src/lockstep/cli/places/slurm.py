@@ -88,8 +88,9 @@ def _sbatch_options(ctx: click.Context, script: str) -> list[str]:
 
     params = ctx.params
     torchrun_flags = ctx.meta[TORCHRUN_FLAGS]
-    if params["keep_in_memory"]:  # not possible with all of torchrun's flags
-        # Torchrun's parser accepts the flags only together with a script.
+    if params["keep_in_memory"]:
+        # --keep-in-memory excludes some of torchrun's flags. To check that, the flags are parsed,
+        # together with the script, as torchrun's parser demands one.
         check_keep_in_memory(parse_flags([*torchrun_flags, script]))
     check_flags_usable_with("--slurm", torchrun_flags)
     check_script(Script(path=script, arguments=params["args"], module=params["module"]))

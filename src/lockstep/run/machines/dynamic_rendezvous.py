@@ -1,9 +1,9 @@
 """Implements the rendezvous for `--nnodes MIN:MAX` and the backend c10d: nodes may join and leave.
 
 A *round* is one start of the ranks on all nodes, counted from 1. A node asks for a round by setting
-`Node.round`, and sets `Node.started` when it starts its ranks. The *server*, the node that serves
-the store, decides which nodes take part in a round (`Node.decided`) as soon as all nodes that are
-present have asked for it. Before the first round it waits a while for more nodes
+`Node.requested_round`, and sets `Node.last_started_round` when it starts its ranks. The *server*,
+the node that serves the store, decides which nodes take part in a round (`Node.decided`) as soon as
+all nodes that are present have asked for it. Before the first round it waits a while for more nodes
 (`last_call_timeout`).
 
 Torch's own dynamic rendezvous takes up to 45 s for a restart, because it waits for the heartbeats
@@ -59,7 +59,7 @@ class DynamicRendezvous(Rendezvous):
         self.attempt = round_number - 1  # rounds are counted from 1, attempts from 0
 
         node_rank = participants.index(self._peers.own_number)
-        self._peers.update(rank=node_rank, started=round_number)
+        self._peers.update_own(rank=node_rank, last_started_round=round_number)
 
         store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
         return self._make_info(store, node_rank, len(participants))
@@ -97,9 +97,9 @@ class DynamicRendezvous(Rendezvous):
             # server, which is one of the waiting nodes, also decides on the round.
             own = self._peers.own
             round_number = self._choose_round(present)
-            must_ask = own.round < round_number
+            must_ask = own.requested_round < round_number
             if must_ask:
-                self._peers.update(round=round_number)
+                self._peers.update_own(requested_round=round_number)
 
             is_server = own.number == SERVER_NUMBER
             if is_server:
@@ -119,26 +119,28 @@ class DynamicRendezvous(Rendezvous):
         """
         own = self._peers.own
         decided_round = decided["round"]
-        if decided_round <= own.started:
+        if decided_round <= own.last_started_round:
             return False  # this node has started its ranks for that round already
-        if decided_round < own.round:
+        if decided_round < own.requested_round:
             return False  # this node has asked for a later round since, to restart its ranks
 
         return own.number in decided["nodes"]
 
     def request_restart(self) -> None:
         """Asks for the next round, so that the other nodes know why the ranks of this node end."""
-        self._peers.update(round=self._peers.own.started + 1)
+        self._peers.update_own(requested_round=self._peers.own.last_started_round + 1)
 
     def has_node_left_attempt(self) -> bool:
         """Returns True if a node of the present attempt has gone, or has begun a later one.
 
-        Unlike `departed_nodes`, this is about the present attempt even after `request_restart`.
+        A launcher asks this while its ranks still finish the present attempt and it has already
+        asked for the next one, so it compares the rounds that the nodes have started.
         """
-        own_started = self._peers.own.started
+        own_started = self._peers.own.last_started_round
         for node in self._peers.all():
-            has_begun_later_attempt = node.started > own_started
-            has_gone = node.gone_early and node.started == own_started
+            has_begun_later_attempt = node.last_started_round > own_started
+            took_part = node.last_started_round == own_started
+            has_gone = node.gone_early and took_part
             if has_begun_later_attempt or has_gone:
                 return True
         return False
@@ -169,7 +171,8 @@ class DynamicRendezvous(Rendezvous):
         Torch elastic's agent restarts all ranks if this is above 0.
         """
         own = self._peers.own
-        asking = [node for node in self._peers.present() if node.round > own.round]
+        present = self._peers.present()
+        asking = [node for node in present if node.requested_round > own.requested_round]
         if asking:
             return len(asking)
         return 1 if self.describe_lost_nodes() else 0
@@ -181,17 +184,18 @@ class DynamicRendezvous(Rendezvous):
         For a node that did not, there are three cases:
 
             1. the others have asked for round 2, and none has started it    2
-            2. the others run round 2, and --nnodes allows no more nodes     own.round: it waits on
+            2. the others run round 2, and --nnodes allows no more nodes     as before: it waits
             3. the others run round 2, and there is room for one more node   3: all restart
 
         Args:
             present: the nodes that are present.
         """
         own = self._peers.own
-        last_started_round = max(node.started for node in present)  # 0 before the first round
-        latest_asked_round = max(node.round for node in present)
+        started_rounds = [node.last_started_round for node in present]  # 0 before the first round
+        last_started_round = max(started_rounds)
+        latest_asked_round = max(node.requested_round for node in present)
 
-        took_part_in_last_round = own.started == last_started_round
+        took_part_in_last_round = own.last_started_round == last_started_round
         if took_part_in_last_round:
             next_round = last_started_round + 1
             return max(next_round, latest_asked_round)
@@ -200,25 +204,26 @@ class DynamicRendezvous(Rendezvous):
         if others_begin_a_round:
             return latest_asked_round  # case 1
 
-        num_running = len([node for node in present if node.started == last_started_round])
+        num_running = started_rounds.count(last_started_round)
         if num_running >= self._parameters.max_nodes:
-            return own.round  # case 2
+            return own.requested_round  # case 2
         return last_started_round + 1  # case 3
 
     def _decide_participants(self, round_number: int) -> None:
         """Decides which nodes take part in a round, and tells all nodes. Only the server calls
         this.
 
-        Does nothing if it is too early: too few nodes are present, more may come, or not all of
-        them have asked for the round.
+        Does nothing if the round is decided already, or if it is too early: too few nodes are
+        present, more may come, or not all of them have asked for the round.
         """
         present = self._peers.present()
         if self._must_wait_for_more_nodes(len(present), round_number):
             return
 
-        latest_decided_round = self._peers.own.decided["round"]  # this node is the server
+        # The server's node has the last decision, and this node is the server.
+        latest_decided_round = self._peers.own.decided["round"]
         is_decided_already = latest_decided_round >= round_number
-        all_have_asked = all(node.round >= round_number for node in present)
+        all_have_asked = all(node.requested_round >= round_number for node in present)
         if is_decided_already or not all_have_asked:
             return
 
@@ -228,7 +233,7 @@ class DynamicRendezvous(Rendezvous):
         max_nodes = self._parameters.max_nodes
         participants = sorted(present[:max_nodes], key=lambda node: (node.host, node.pid))
         numbers = [node.number for node in participants]
-        self._peers.update(decided={"round": round_number, "nodes": numbers})
+        self._peers.update_own(decided={"round": round_number, "nodes": numbers})
 
     def _must_wait_for_more_nodes(self, num_present: int, round_number: int) -> bool:
         """Returns True if there are too few nodes, or if more may come before the first round."""

@@ -116,21 +116,23 @@ def describe_machine(request: dict[str, Any]) -> dict[str, Any]:
         - `machine`: a text that identifies this machine, which may have several names.
         - `time`: its clock.
     """
-    address_ssh_came_from, address_ssh_reached = _addresses_of_ssh(is_first_machine=request["here"])
-    has_usable_address = bool(address_ssh_reached) and not is_loopback_address(address_ssh_reached)
-    own_address = address_ssh_reached if has_usable_address else default_route_address()
+    client_address, server_address = _addresses_of_ssh(is_first_machine=request["here"])
+    if server_address and not is_loopback_address(server_address):
+        own_address = server_address
+    else:
+        own_address = default_route_address() or ""
     return {
         "versions": versions(),
         "missing": _enter_folder(request["folder"], request["script"]),
-        "own_address": own_address or "",
-        "address_ssh_came_from": address_ssh_came_from,
+        "own_address": own_address,
+        "address_ssh_came_from": client_address,
         "machine": f"{socket.gethostname()} {boot_id()}",
         "time": time.time(),
     }
 
 
 def _addresses_of_ssh(*, is_first_machine: bool) -> tuple[str, str]:
-    """Returns the address from which ssh came here, and the one of this machine that it reached.
+    """Returns the address of the ssh client, and that of this machine which the client reached.
 
     Both are empty if this process was not started by ssh over a network.
 
@@ -358,19 +360,19 @@ def _start_forwarding_output(
 def watch_launcher(
     launcher: subprocess.Popen[bytes],
     reader: RequestReader,
-    signals: list[dict[str, Any]],
+    requests: list[dict[str, Any]],
     *,
-    keep: bool,
-    grace: float,
+    keep_running: bool,
+    shutdown_timeout_s: float,
 ) -> int:
     """Passes signals and output on until the launcher has ended.
 
     Args:
         launcher: the process of the launcher.
-        reader: reads further signals.
-        signals: requests that have already arrived, such as `{"signal": "SIGTERM"}`.
-        keep: whether the launcher goes on if the first machine is lost.
-        grace: the seconds that the ranks get to end.
+        reader: reads further requests.
+        requests: requests that have already arrived, all of them like `{"signal": "SIGTERM"}`.
+        keep_running: whether the launcher goes on if the first machine is lost.
+        shutdown_timeout_s: the seconds that the ranks get to end.
 
     Returns:
         The launcher's exit code, or `EXIT_SIGNAL` + N if signal N ended it.
@@ -381,15 +383,17 @@ def watch_launcher(
     next_heartbeat = 0.0
     exit_code = launcher.poll()  # None while it is running
     while exit_code is None:
-        for request in signals:
+        for request in requests:
             launcher.send_signal(signal.Signals[request["signal"]])
 
         received = reader.receive(POLL_INTERVAL_S)
         if received is None or reader.is_silent:  # the first machine is lost
             nobody_reads.set()
-            exit_code = _wait_without_first_machine(launcher, keep=keep, grace=grace)
+            exit_code = _wait_without_first_machine(
+                launcher, keep_running=keep_running, shutdown_timeout_s=shutdown_timeout_s
+            )
             break
-        signals = received
+        requests = received  # the next turn of the loop passes them on
 
         if time.monotonic() >= next_heartbeat:
             with contextlib.suppress(OSError):
@@ -409,19 +413,19 @@ def watch_launcher(
 
 
 def _wait_without_first_machine(
-    launcher: subprocess.Popen[bytes], *, keep: bool, grace: float
+    launcher: subprocess.Popen[bytes], *, keep_running: bool, shutdown_timeout_s: float
 ) -> int:
     """Waits until the launcher has ended, once the first machine is lost; returns its exit code.
 
     No requests can arrive any more, and no answers can be sent. The arguments are those of
     `watch_launcher`.
     """
-    if keep:
+    if keep_running:
         return launcher.wait()
 
     launcher.send_signal(signal.SIGTERM)
     try:
-        return launcher.wait(KILL_LAUNCHER_AFTER_S + grace)
+        return launcher.wait(KILL_LAUNCHER_AFTER_S + shutdown_timeout_s)
     except subprocess.TimeoutExpired:
         launcher.kill()
         return launcher.wait()
@@ -456,18 +460,18 @@ def main() -> int:
                 if listener is not None:
                     listener.close()  # the launcher needs the port
                 # The requests after this one are for the launcher.
-                return _run_launcher(request, reader, signals=requests)
+                return _run_launcher(request, reader, early_requests=requests)
 
 
 def _run_launcher(
-    request: dict[str, Any], reader: RequestReader, signals: list[dict[str, Any]]
+    request: dict[str, Any], reader: RequestReader, early_requests: list[dict[str, Any]]
 ) -> int:
     """Starts the launcher, waits for its end, and answers with its exit code.
 
     Args:
-        request: the request to start it.
+        request: the request to start it, see `MachineConnection.start_launcher`.
         reader: reads further requests.
-        signals: requests that have already arrived, which are signals for the launcher.
+        early_requests: requests that have already arrived, each a signal for the launcher.
 
     Returns:
         The exit code.
@@ -475,7 +479,11 @@ def _run_launcher(
     _ignore_in_this_process(signal.SIGHUP, signal.SIGINT)
     launcher = start_launcher(request)
     exit_code = watch_launcher(
-        launcher, reader, signals, keep=request["keep"], grace=request["grace"]
+        launcher,
+        reader,
+        early_requests,
+        keep_running=request["keep"],
+        shutdown_timeout_s=request["grace"],
     )
     send_answer({"exit": exit_code})
     return exit_code

@@ -41,6 +41,7 @@ class HelperOutput:
         Returns:
             The answers that are complete now, and the other lines that are finished.
         """
+        # An answer may begin in the middle of a line, so the line comes first.
         from_before = self.unfinished_line + self._begun_answer
         answers, text = self._take_answers(from_before + data)
 

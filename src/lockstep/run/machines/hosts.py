@@ -200,11 +200,12 @@ class HostsSpec:
 
         The texts are translated here, because the lines are joined before they are shown.
         """
-        resolve_all(self.hosts)  # sets `host.here` of all hosts at once
+        resolve_all(self.hosts)  # finds out at once for all hosts whether they are `here`
         folder = working_folder()
         lines = [translate(f"{count_noun(len(self.hosts), 'host')}, in {folder}:")]
 
-        address = self.torchrun_flag("--master-addr") or "ADDRESS"
+        placeholder = "ADDRESS"
+        address = self.torchrun_flag("--master-addr") or placeholder
         port = int(self.torchrun_flag("--master-port") or DEFAULT_MASTER_PORT)
         for node_rank, host in enumerate(self.hosts):
             ssh_call = shlex.join(self.ssh.connecting_to(host.name))
@@ -212,7 +213,7 @@ class HostsSpec:
             lines.append(f"  {host.name} ({translate('here') if host.here else ssh_call}):")
             lines.append(f"    lockstep {arguments}")
 
-        if len(self.hosts) > 1 and address == "ADDRESS":
+        if len(self.hosts) > 1 and address == placeholder:
             lines.append(
                 translate(
                     "ADDRESS: of the first machine, as the others reach it; found at the start"

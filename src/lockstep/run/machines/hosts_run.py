@@ -79,7 +79,7 @@ def run_on_hosts(spec: HostsSpec, say: Callable[[str], None]) -> int:
     def connect_by_ssh(host: Host, show: ShowLine) -> MachineConnection:
         return SshConnection(host, spec.ssh, show)
 
-    return HostsRun(spec, say, connect_by_ssh).wait()
+    return HostsRun(spec, say, connect_by_ssh).run()
 
 
 class HostsRun:
@@ -111,7 +111,7 @@ class HostsRun:
         self._interrupts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._main_task: asyncio.Task[Any] | None = None
 
-    def wait(self) -> int:
+    def run(self) -> int:
         """Carries out the run; see `run_on_hosts`.
 
         In the main thread, it handles signals. In another one, `interrupt` passes them on.
@@ -141,7 +141,7 @@ class HostsRun:
             if not is_ignored:
                 loop.add_signal_handler(number, self._on_signal, name)
 
-        # Ctrl-Z cannot suspend ranks on other machines, which is all that this says.
+        # Ctrl-Z only prints that ranks on other machines cannot be suspended.
         loop.add_signal_handler(signal.SIGTSTP, self._say_cannot_suspend)
 
         # All these handlers are removed when the loop is closed.
@@ -155,8 +155,8 @@ class HostsRun:
         """Carries out the run, inside the event loop."""
         self._main_task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
-        self._handle_signals(self._loop)  # those that the system sends from now on
-        self._loop.call_soon(self._handle_interrupts)  # those that `interrupt` was given before
+        self._handle_signals(self._loop)
+        self._loop.call_soon(self._handle_interrupts)  # of calls of `interrupt` before this loop
 
         heartbeats = asyncio.create_task(self._send_heartbeats())
         try:
@@ -168,6 +168,8 @@ class HostsRun:
             return EXIT_SIGNAL + self._ending_signal  # `_on_signal` has cancelled this task
         finally:
             self._main_task = None  # so that a signal does not cancel the following steps
+
+            # Heartbeats go on meanwhile: a helper that gets none takes this machine for lost.
             await asyncio.gather(*(connection.close() for connection in self._connections))
             heartbeats.cancel()
             await self._print_rest_of_output()
@@ -235,15 +237,16 @@ class HostsRun:
         await self._wait_for_terminal(sink)
 
     def _is_first_machine_with(self, launcher_line: bytes, host: Host) -> bool:
-        """Returns True if no launcher of another machine has printed a line before.
+        """Returns True if no launcher of another machine has printed the same line before.
 
-        The machine of the first launcher that prints a line is remembered.
+        For each line, the first machine that prints it is remembered.
         """
         if len(self._connections) == 1:
             return True
 
         # In its report, each launcher has a line "consequences: rank 1 ..." with the ranks that
-        # failed because another one had. The lines may differ, but one of them is enough.
+        # failed because another one had. These lines count as the same, as it is enough to print
+        # one of them.
         is_consequences = launcher_line.startswith(b"consequences: ")
         key = b"consequences" if is_consequences else launcher_line
         first_host = self._host_of_launcher_line.setdefault(key, host)
@@ -295,9 +298,10 @@ class HostsRun:
             await asyncio.sleep(POLL_INTERVAL_S)
             self._write_waiting_output()
 
-        lost_output = self._sinks["stdout"].lost
-        if lost_output:
-            self._say(lost_output)
+        # If standard error accepts nothing, no message can be shown.
+        message = self._sinks["stdout"].message_on_lost_output
+        if message:
+            self._say(message)
 
     async def _run_on_all_or_raise(
         self,
@@ -338,16 +342,7 @@ class HostsRun:
         spec = self._spec
         if spec.copy:
             await self._copy_folder()
-
-        # Opening a connection starts the helper of a machine, which checks that the folder and the
-        # script exist there.
-        script = None
-        if spec.script and not spec.module:
-            script = spec.script[0]  # without the arguments of the script, which follow
-        request = {"folder": working_folder(), "script": script}
-        await self._run_on_all_or_raise(
-            self._connections, lambda connection: connection.open(request, was_copied=spec.copy)
-        )
+        await self._open_connections()
         self._warn_about_machines()
 
         address = ""
@@ -359,12 +354,28 @@ class HostsRun:
         environment = {TOKEN_VARIABLE: token, **spec.environment}
         self._launchers_started = True  # signals are passed on to them from now on
         for node_rank, connection in enumerate(self._connections):
+            launcher_module = spec.launcher[0]
             arguments = spec.launcher_arguments(node_rank, address, port)
-            command = [spec.launcher[0], *arguments]
+            command = [launcher_module, *arguments]
             connection.start_launcher(command, environment, spec.keep, self._shutdown_timeout_s)
 
         if not spec.quiet:
             self._say(self._starting_line(address, port))
+
+    async def _open_connections(self) -> None:
+        """Starts the helper of each machine, which checks that the folder and the script exist.
+
+        Raises:
+            HostError: a helper cannot be started, or something is missing on its machine.
+        """
+        spec = self._spec
+        script = None
+        if spec.script and not spec.module:
+            script = spec.script[0]  # without the arguments of the script, which follow
+        request = {"folder": working_folder(), "script": script}
+        await self._run_on_all_or_raise(
+            self._connections, lambda connection: connection.open(request, was_copied=spec.copy)
+        )
 
     def _starting_line(self, address: str, port: int) -> str:
         """Returns the line about a run that begins: its hosts, and where their launchers meet.

@@ -183,8 +183,8 @@ class MachineConnection(ABC):
         answer_mark = ANSWER_MARK + f"{nonce} ".encode()
         self._outputs = {stream: HelperOutput(answer_mark) for stream in ("stdout", "stderr")}
 
-        # asyncio's own subprocesses are not used: closing the event loop would wait until all
-        # processes have ended that have inherited the output, also those left behind by ssh.
+        # asyncio's own subprocesses are not used. With them, closing the event loop would wait for
+        # every process that still holds the output open, even one that ssh has left behind.
         process = self._start_program(nonce)
         self._process = process
         loop = asyncio.get_running_loop()
@@ -231,9 +231,9 @@ class MachineConnection(ABC):
                     f"{version_there} here",
                 )
 
-        missing_path = self.facts["missing"]
-        if missing_path:
-            raise Problem(missing_path, self._advice_on_missing_file(was_copied=was_copied))
+        what_is_missing = self.facts["missing"]  # "/home/me/train.py: there is no such file"
+        if what_is_missing:
+            raise Problem(what_is_missing, self._advice_on_missing_file(was_copied=was_copied))
 
     async def ask(self, **request: Any) -> dict[str, Any]:
         """Sends a request, and returns the answer.
@@ -294,24 +294,21 @@ class MachineConnection(ABC):
         """
         answer = await self.ask(reach=other.listen_address)
         reason = answer["why"]
-        if reason:
-            address, port = other.listen_address
+        if not reason:
+            return str(answer["own"])
+
+        if reason == MESSAGE_LOST:  # only short messages arrive
+            advice = "set the MTU of their interfaces to that of the network between them, as root"
+        else:
             advice = (
                 "a firewall must let the machines reach each other on all ports; --master-addr and "
                 "--master-port give another place of the first; `lockstep doctor --hosts` tests "
                 "all connections"
             )
-            if reason == MESSAGE_LOST:
-                advice = (
-                    "set the MTU of their interfaces to that of the network between them, as root"
-                )
-
-            raise Problem(
-                f"it cannot reach {other.host.name} at {address}, port {port} ({reason})",
-                advice,
-            )
-
-        return str(answer["own"])
+        address, port = other.listen_address
+        raise Problem(
+            f"it cannot reach {other.host.name} at {address}, port {port} ({reason})", advice
+        )
 
     def start_launcher(
         self,
@@ -320,8 +317,7 @@ class MachineConnection(ABC):
         keep: bool,
         shutdown_timeout_s: float,
     ) -> None:
-        """Makes the helper start the launcher. From now on, the output there is shown; earlier
-        output is dropped.
+        """Makes the helper start the launcher. From now on, the output there is shown.
 
         Args:
             command: the Python module that is the launcher, and its arguments.
@@ -331,6 +327,8 @@ class MachineConnection(ABC):
         """
         self._shutdown_timeout_s = shutdown_timeout_s
         self._launcher_started = True
+
+        # Whole lines of earlier output were dropped as they came. Drop the beginning of a line too.
         for output in self._outputs.values():
             output.unfinished_line = b""
 
@@ -481,7 +479,7 @@ class MachineConnection(ABC):
         has_ended_in_time = await wait_all([self.wait_for_end()], timeout_s)
         if not has_ended_in_time:
             self.kill()
-            # `_read_rest` may go on for about twice this time after the end of the process.
+            # `_read_rest` then reads for up to about 2 * FINISH_TIMEOUT_S.
             await wait_all([self.wait_for_end()], 2 * FINISH_TIMEOUT_S)
 
         for task in self._reading_tasks:

@@ -46,9 +46,9 @@ class Node:
     """The value of --nnodes, as `MIN:MAX`."""
     version: str = ""
     """The version of Lockstep. Other versions may send other messages."""
-    round: int = 0
+    requested_round: int = 0
     """The round that the node has asked for, or takes part in."""
-    started: int = 0
+    last_started_round: int = 0
     """The last round that the node has started, after all nodes were ready for it."""
     state: str = HERE
     """HERE, LEFT if it has said that it leaves, or LOST if its connection ended or was silent."""
@@ -142,7 +142,7 @@ class Peers:
             new_values = {**changes, "published": published}
             self._nodes[number] = replace(node, **new_values)
 
-    def update(self, **changes: Any) -> None:
+    def update_own(self, **changes: Any) -> None:
         """Changes fields of this launcher's own node, here and at all other launchers."""
         self.write(self.own_number, changes)
         self.send(changes, None)  # to all other launchers
@@ -173,13 +173,13 @@ class Peers:
         return admitted
 
 
-def _check_may_join(candidate: Node, server: Node, nodes: Sequence[Node]) -> None:
+def _check_may_join(candidate: Node, server: Node, known_nodes: Sequence[Node]) -> None:
     """Checks that a launcher belongs to the run of a server.
 
     Args:
         candidate: the launcher's description of itself.
         server: the node of the server.
-        nodes: all nodes that have come.
+        known_nodes: all nodes that have come.
 
     Raises:
         MasterUnreachableError: the launcher belongs to another run.
@@ -193,14 +193,16 @@ def _check_may_join(candidate: Node, server: Node, nodes: Sequence[Node]) -> Non
             "start all nodes with the same --rdzv-id, or this run with another port",
         )
 
-    if candidate.nodes != server.nodes:
+    nnodes = candidate.nodes
+    nnodes_of_server = server.nodes
+    if nnodes != nnodes_of_server:
         raise WorldSizeError(
-            f"--nnodes {format_nnodes(candidate.nodes)} on {candidate.host}",
-            f"{server.name} was started with --nnodes {format_nnodes(server.nodes)}",
+            f"--nnodes {format_nnodes(nnodes)} on {candidate.host}",
+            f"{server.name} was started with --nnodes {format_nnodes(nnodes_of_server)}",
             "start all nodes with the same --nnodes",
         )
 
-    for node in nodes:
+    for node in known_nodes:
         is_same_rank = candidate.rank is not None and node.rank == candidate.rank
         if is_same_rank and node.state == HERE:
             raise DuplicateRankError(
@@ -236,7 +238,8 @@ def without_replaced_nodes(nodes: Iterable[Node]) -> list[Node]:
 
     A launcher that is started again gets a new node, with the rank of its old one. In an elastic
     run, an older node may also get the rank of a newer one that was lost. Of the nodes of a rank,
-    one is returned, which `_replaces` chooses. Nodes without a rank are all returned.
+    one is returned: the newest that is here or, if none is, the one that worked longest. Nodes
+    without a rank are all returned.
     """
     nodes = list(nodes)
     node_of_rank: dict[int, Node] = {}
@@ -258,9 +261,9 @@ def _replaces(newer: Node, older: Node) -> bool:
     if older.state == HERE:
         return False
 
-    # Both are gone. The one that has started ranks last has worked until the end of the run, and
-    # the launchers wait for its report.
-    return newer.started >= older.started
+    # Both are gone. The one that has started the later round has worked until the end of the run,
+    # and the launchers wait for its report.
+    return newer.last_started_round >= older.last_started_round
 
 
 def describe_present(nodes: Iterable[Node]) -> str:
@@ -289,7 +292,7 @@ def describe_missing(nodes: Sequence[Node], num_nodes: int, round_number: int) -
             reasons.append(f"node {rank} of {num_nodes} has not joined")
         elif node.state != HERE:
             reasons.append(describe_departure(node))
-        elif node.round < round_number:
+        elif node.requested_round < round_number:
             # A node asks for a round once its ranks of the round before have ended.
             reasons.append(f"{node.name} is still ending its previous start")
 

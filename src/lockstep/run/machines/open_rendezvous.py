@@ -69,7 +69,7 @@ def open_rendezvous(
 
     On one machine and on the server, this returns at once; on other nodes, when the server has
     admitted them. The nodes wait for each other in `next_rendezvous`. With several machines this
-    starts threads, so processes that must not have any must be forked before.
+    starts threads, so a process that must have a single thread is forked before.
 
     Args:
         parameters: torchrun's flags for the rendezvous.
@@ -97,10 +97,13 @@ def open_rendezvous(
     if parameters.max_nodes > 1:
         return _MultiNodeOpener(parameters, own, say, environ).open()
 
-    # On one node with "static", the user's port becomes the ranks' MASTER_PORT. With c10d, the
-    # user's port only serves to find the other nodes. There are none, so any free port (0) will do.
-    is_static = parameters.backend == "static"
-    endpoint = read_endpoint(parameters) if is_static else Endpoint(LOOPBACK, 0)
+    if parameters.backend == "static":
+        # The user's port becomes the ranks' MASTER_PORT.
+        endpoint = read_endpoint(parameters)
+    else:
+        # With c10d, the user's port only serves to find the other nodes. There are none, so any
+        # free port (0) will do.
+        endpoint = Endpoint(LOOPBACK, 0)
     try:
         store = network.serve_store(LOOPBACK, endpoint.port, store_timeout(parameters))
     except OSError as error:
@@ -116,9 +119,10 @@ def _own_node(parameters: RendezvousParameters) -> Node:
     """
     is_static = parameters.backend == "static"
     num_nodes = parameters.max_nodes
-    rank = None  # with c10d and several nodes, the rendezvous determines it
     if is_static or num_nodes == 1:
         rank = int(parameters.get("rank", 0))  # of --node-rank, or of --rdzv-conf
+    else:
+        rank = None  # the dynamic rendezvous determines it
 
     if is_static and rank not in range(num_nodes):
         raise SettingError(
@@ -129,7 +133,7 @@ def _own_node(parameters: RendezvousParameters) -> Node:
 
     min_nodes = num_nodes if is_static else parameters.min_nodes
     return Node(
-        number=SERVER_NUMBER,  # until another launcher, the server, gives this one its number
+        number=SERVER_NUMBER,  # if another launcher is the server, it gives this one its number
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -195,12 +199,13 @@ class _MultiNodeOpener:
             is_server_by_flags: True if the flags say that this node is the server. Then there
                 should be no other one, so this only looks for one for a moment.
         """
-        # If the endpoint names another machine, either a launcher there was started as node 0, too,
-        # and serves the run; or a port forwarding leads from there to this machine.
+        # If the endpoint names another machine, a launcher there may have been started as node 0,
+        # too, and serve the run.
         endpoint = self._endpoint
         if is_server_by_flags and not _is_this_machine(endpoint.host):
             with suppress(MasterUnreachableError):
                 return self._connect(OTHER_SERVER_TIMEOUT_S)
+            # Nobody serves there, so a port forwarding leads from there to this machine.
 
         address = network.serving_address(endpoint, self._parameters.local_addr)
         try:
@@ -270,9 +275,7 @@ class _MultiNodeOpener:
         store = network.serve_store(LOOPBACK, 0, store_timeout(self._parameters))
         peers = Peers(self._own)
 
-        # After an error, the `with` closes everything. Otherwise the rendezvous takes it over, by
-        # `resources.pop_all()`.
-        with ExitStack() as resources:
+        with ExitStack() as resources:  # closes everything after an error
             thread = resources.enter_context(closing(NetworkThread()))
             server = PeerServer(peers, self._say)
             _send_changes_by_server(thread, server, peers)
@@ -301,9 +304,7 @@ class _MultiNodeOpener:
         Args:
             timeout: the time within which the server must answer, in seconds.
         """
-        # After an error, the `with` closes everything. Otherwise the rendezvous takes it over, by
-        # `resources.pop_all()`.
-        with ExitStack() as resources:
+        with ExitStack() as resources:  # closes everything after an error
             thread = resources.enter_context(closing(NetworkThread()))
             server_address, streams = self._authenticate(thread, timeout)
             connection = PeerConnection(streams.reader, streams.writer)
@@ -315,6 +316,7 @@ class _MultiNodeOpener:
             store = self._connect_to_store(forwarder_port)
 
             own_address = str(streams.writer.get_extra_info("sockname")[0])
+            # The rendezvous takes all resources over, and leaves none for the `with` to close.
             return self._make_rendezvous(peers, store, own_address, resources)
 
     def _join(self, thread: NetworkThread, connection: PeerConnection, address: str) -> Peers:
@@ -407,16 +409,17 @@ class _MultiNodeOpener:
                     "16` makes one), or copy the token file of one machine to the others",
                 )
 
-            waited_s = time.monotonic() - started
             if reason == auth.NOT_A_LAUNCHER:
                 # Another program listens there. It may be about to end, so we wait, but not as long
-                # as for a server that has not come yet. The error does not mention a timeout
-                # (`tried`), as a longer one would not help.
-                if waited_s > min(timeout, WRONG_SERVICE_TIMEOUT_S):
-                    raise network.unreachable_error(SERVER, endpoint, reason, address=address)
-            elif waited_s > timeout:
+                # as for a server that has not come yet.
+                timeout_s = min(timeout, WRONG_SERVICE_TIMEOUT_S)
+                timeout_in_error = 0.0  # none: a longer timeout would not help
+            else:
+                timeout_s = timeout
+                timeout_in_error = timeout
+            if time.monotonic() - started > timeout_s:
                 raise network.unreachable_error(
-                    SERVER, endpoint, reason, address=address, tried=timeout
+                    SERVER, endpoint, reason, address=address, tried=timeout_in_error
                 )
 
             announcer.say_waiting(f"the node that serves at {endpoint}: {reason}")
@@ -474,7 +477,7 @@ class _MultiNodeOpener:
 
 
 def _send_changes_by_server(thread: NetworkThread, server: PeerServer, peers: Peers) -> None:
-    """Makes the server send the changes that its launcher makes to its own node.
+    """Sets `peers.send`, which is called when this launcher, the server's, changes its own node.
 
     Args:
         thread: the thread in which the server runs.
@@ -489,7 +492,7 @@ def _send_changes_by_server(thread: NetworkThread, server: PeerServer, peers: Pe
         """
         thread.call_soon(lambda: server.send(changes, of_node=SERVER_NUMBER, to=to))
 
-    peers.send = send_changes  # called when this launcher changes its own node
+    peers.send = send_changes
 
 
 def _start_exchanging_changes(
@@ -498,8 +501,8 @@ def _start_exchanging_changes(
     """Starts to exchange changes in the table of the nodes with the server, in the network thread,
     until the connection ends.
 
-    Changes that this launcher makes to its own node, such as `{"round": 2}`, are sent to the
-    server, which passes them on. Changes of other nodes are received from it.
+    Changes that this launcher makes to its own node, such as `{"requested_round": 2}`, are sent to
+    the server (`peers.send`), which passes them on. Changes of other nodes are received from it.
 
     Args:
         thread: the thread in which the connection runs.
@@ -516,7 +519,7 @@ def _start_exchanging_changes(
         """
         thread.call_soon(lambda: connection.send({"changes": changes, "to": to}))
 
-    peers.send = send_changes  # called when this launcher changes its own node
+    peers.send = send_changes
     thread.submit(receive_changes(connection, peers, on_loss=forwarder.abort))  # does not wait
 
 

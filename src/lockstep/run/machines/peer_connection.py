@@ -50,7 +50,14 @@ FLUSH_TIMEOUT_S = 2.0
 LENGTH_FORMAT = struct.Struct("!I")
 HEARTBEAT_MESSAGE = LENGTH_FORMAT.pack(0)
 
-FIELDS_A_CLIENT_MAY_CHANGE = {"rank", "round", "started", "state", "why", "published"}
+FIELDS_A_CLIENT_MAY_CHANGE = {
+    "rank",
+    "requested_round",
+    "last_started_round",
+    "state",
+    "why",
+    "published",
+}
 ERROR_TYPES: dict[str, type[JoinError]] = {
     error_type.__name__: error_type
     for error_type in (DuplicateRankError, WorldSizeError, MasterUnreachableError)
@@ -266,9 +273,9 @@ class PeerServer:
         if not has_just_gone:
             return
 
-        # If the node said that it leaves after it had started its ranks, they have failed. The
-        # report at the end of the run tells the user about that.
-        has_started_ranks = node.started > 0  # its last started round; 0 before the first one
+        # A node that has started its ranks leaves early because they failed. The report at the end
+        # of the run tells the user about that.
+        has_started_ranks = node.last_started_round > 0  # rounds are counted from 1
         if node.state == LEFT and has_started_ranks:
             return
 
@@ -338,9 +345,9 @@ async def join_server(connection: PeerConnection, own: Node) -> Peers:
     fields_of_node = {fields["number"]: fields for fields in answer["nodes"]}
     check_same_version(own, node_of(fields_of_node[SERVER_NUMBER]))
 
-    # The table begins with the own node, and the others are added to it.
+    # The table begins with this launcher's node, which the server has completed by its number.
     own_fields = fields_of_node.pop(own_number)
-    peers = Peers(Node(**own_fields))
+    peers = Peers(node_of(own_fields))
     for number, fields in fields_of_node.items():
         peers.write(number, fields)
 

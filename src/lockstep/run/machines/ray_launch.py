@@ -84,8 +84,11 @@ def launch_on_ray(fn: Callable[..., Any], args: Sequence[Any], request: RayReque
         call = pack_call(fn, args, _facts(fn, launch_text, request))
         reference_to_call = ray_placement.put_in_object_store(call)
 
+        # Ray reserves a bundle of resources for each rank, in one placement group.
         resources_of_rank = ray_placement.bundle()
         placement_group = ray_placement.reserve([resources_of_rank] * size, _say)
+
+        # A launcher on each node starts the ranks there, and this process waits for their end.
         run = RayRun(_launcher_request(size, request), placement_group, _say, reference_to_call)
         exit_code = _wait_in_thread(run)
         _raise_if_interrupted(run)
@@ -134,14 +137,16 @@ def _launcher_request(size: int, request: RayRequest) -> HostsSpec:
         size: number of all ranks.
         request: what `lockstep.launch` was asked for.
     """
+    no_further_names: tuple[str, ...] = ()
+    forwarded_variables = forwarded_environment(os.environ, no_further_names)
     return HostsSpec(
         hosts=(),
         arguments=(),
         script=(),
         torchrun=[MAX_RESTARTS_OPTION, str(request.max_restarts)],
         launcher=(LAUNCHER,),
-        nproc=str(size),
-        environment={**forwarded_environment(os.environ, names=()), **request.environment},
+        nproc=str(size),  # of all nodes together; `RayRun` says how many each of them starts
+        environment={**forwarded_variables, **request.environment},
         option=OPTION,
     )
 
@@ -157,7 +162,7 @@ def _wait_in_thread(run: RayRun) -> int:
         signal.SIGTERM: run.interrupt,
     }
     with job_control.handled(handlers), ThreadPoolExecutor(max_workers=1) as executor:
-        ending = executor.submit(run.wait)
+        ending = executor.submit(run.run)
         try:
             return ending.result()
         except BaseException:

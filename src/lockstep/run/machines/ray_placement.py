@@ -259,9 +259,10 @@ def nodes_of_group(group: Any) -> list[RayNode]:
         gpu_of_bundle = _gpu_of_each_bundle(group)
 
     facts_of_node = {facts["NodeID"]: facts for facts in ray.nodes()}
-    names = names_of_nodes(
-        {node_id: facts_of_node[node_id]["NodeManagerHostname"] for node_id in indices_of_node}
-    )
+    host_name_of_node = {}
+    for node_id in indices_of_node:
+        host_name_of_node[node_id] = facts_of_node[node_id]["NodeManagerHostname"]
+    names = names_of_nodes(host_name_of_node)  # tells nodes with the same host name apart
 
     nodes = []
     for node_id, indices in indices_of_node.items():

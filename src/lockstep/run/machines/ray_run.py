@@ -64,7 +64,7 @@ def _run_while_connected(spec: HostsSpec, say: Callable[[str], None]) -> int:
         num_ranks = ray_placement.num_ranks(spec.nproc, spec.option)
         bundles = [ray_placement.bundle()] * num_ranks
         group = ray_placement.reserve(bundles, say)
-        return RayRun(spec, group, say).wait()
+        return RayRun(spec, group, say).run()
     finally:
         if group is not None:
             ray_placement.release(group)
@@ -100,17 +100,20 @@ class RayRun:
         self.interrupted_by: int | None = None
         """The number of the first signal that was sent to this command (`interrupt`)."""
 
-    def wait(self) -> int:
-        """Carries out the run; see `run_on_ray`."""
+    def run(self) -> int:
+        """Carries out the run, with restarts; see `run_on_ray`."""
         restarts_left = int(self._spec.torchrun_flag(MAX_RESTARTS_OPTION) or 0)
         while self.interrupted_by is None:
             exit_code = self._run_on_nodes(restarts_left)
-            lost_nodes = self._lost_nodes()
 
             # A lost node or a killed rank gives the exit code EXIT_LOST_RANK. A code above
             # EXIT_SIGNAL says that a signal was sent to the run itself.
             was_ended_by_signal = exit_code > EXIT_SIGNAL
-            if not lost_nodes or was_ended_by_signal or restarts_left == 0:
+            if was_ended_by_signal or restarts_left == 0:
+                return exit_code
+
+            lost_nodes = self._lost_nodes()
+            if not lost_nodes:
                 return exit_code
             if not ray_placement.have_died(lost_nodes):
                 return exit_code  # only the helper on a node has ended
@@ -130,14 +133,15 @@ class RayRun:
     def _run_on_nodes(self, restarts_left: int) -> int:
         """Starts the ranks on the nodes that have their bundles now, and waits for their end.
 
-        A bundle is what Ray has reserved for a rank on one of the nodes.
+        A bundle is what Ray has reserved for a rank on one of the nodes. The ranks run a script, or
+        the function that `lockstep.launch` was called with.
 
         Returns:
             The exit code, see `run_on_hosts`.
         """
         self._connections = []
 
-        def make_connection(host: Host, show: ShowLine) -> MachineConnection:
+        def make_and_note_connection(host: Host, show: ShowLine) -> MachineConnection:
             assert isinstance(host, RayNode)
             connection = RayConnection(host, self._group, show, self._called_function)
             self._connections.append(connection)
@@ -145,11 +149,12 @@ class RayRun:
 
         spec = self._spec.with_torchrun_flag(MAX_RESTARTS_OPTION, str(restarts_left))
         nodes = ray_placement.nodes_of_group(self._group)
-        self._hosts_run = HostsRun(_spec_with_nodes(spec, nodes), self._say, make_connection)
+        spec = _spec_with_nodes(spec, nodes)
+        self._hosts_run = HostsRun(spec, self._say, make_and_note_connection)
         try:
-            return self._hosts_run.wait()
+            return self._hosts_run.run()
         finally:
-            if self._called_function is not None:  # otherwise the ranks have run a script
+            if self._called_function is not None:
                 self.outcomes = [connection.take_outcome() for connection in self._connections]
             for connection in self._connections:
                 connection.end()
@@ -201,7 +206,8 @@ def describe(address: str, spec: HostsSpec) -> str:
     """
     # "N" stands for a number in the text for the user. With one host, `launcher_arguments` ignores
     # the address and the port.
-    example = replace(spec, hosts=(Host("NODE", "N"),))
+    any_node = Host(name="NODE", nproc="N")
+    example = replace(spec, hosts=(any_node,))
     arguments = example.launcher_arguments(node_rank=0, address="", port=0)
     variables = ", ".join(sorted(spec.environment)) or translate("none")
     return "\n".join(

@@ -117,11 +117,11 @@ class Rendezvous(RendezvousHandler):
 
     def departed_nodes(self) -> list[Node]:
         """Returns the nodes of the current round that have left early. Never waits."""
-        own_round = self._peers.own.round
+        own_round = self._peers.own.requested_round
         if own_round == 0:  # this node has not asked for a round yet
             return []
         nodes = without_replaced_nodes(self._peers.all())
-        return [node for node in nodes if node.gone_early and node.round >= own_round]
+        return [node for node in nodes if node.gone_early and node.requested_round >= own_round]
 
     def publish(self, key: str, value: Any, to: int | None = None) -> bool:
         """Publishes a value to other nodes, for the present attempt. Never waits.
@@ -141,7 +141,7 @@ class Rendezvous(RendezvousHandler):
         # attempt.
         published = {key: {"attempt": self.attempt, "value": value}}
         if to is None:
-            self._peers.update(published=published)
+            self._peers.update_own(published=published)
             return True
 
         # If a launcher was started again, two nodes have its rank. Only the new one gets the value.
@@ -167,8 +167,9 @@ class Rendezvous(RendezvousHandler):
     def close(self, why: str = "") -> None:
         """Leaves the run, and closes `resources`.
 
-        The other nodes need the server's store until they have left. So the server waits for them
-        before it closes: for up to 10 s at the end of the run, and for up to 2 s after a failure.
+        The other nodes need the store until they have left. So the node that serves it (the server)
+        waits for them before it closes: for up to 10 s at the end of the run, and for up to 2 s
+        after a failure.
 
         Args:
             why: the reason for leaving before the end of the run, which the other nodes are told;
@@ -181,12 +182,12 @@ class Rendezvous(RendezvousHandler):
         with self.resources:  # closed at the end of this block
             if why:
                 # Tell the others at once: they end too, or restart without this node.
-                self._peers.update(state=LEFT, why=why)
+                self._peers.update_own(state=LEFT, why=why)
                 self._wait_for_others_to_leave(LEAVE_TIMEOUT_AFTER_FAILURE_S)
             else:
                 # After a run that has ended well, the server is the last to leave.
                 self._wait_for_others_to_leave(LEAVE_TIMEOUT_S)
-                self._peers.update(state=LEFT)
+                self._peers.update_own(state=LEFT)
 
     def _wait_for_others_to_leave(self, timeout_s: float) -> None:
         """Waits on the server until all other nodes have left; returns at once on other nodes."""

@@ -100,4 +100,4 @@ def read_endpoint(parameters: RendezvousParameters) -> Endpoint:
             "give the address of one of the machines and a free port there, the same on all",
         )
 
-    return Endpoint(host, port, at_loopback=network.means_loopback(host))
+    return Endpoint(host, port, processes_meet_at_loopback=network.means_loopback(host))

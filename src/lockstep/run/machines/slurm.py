@@ -76,20 +76,22 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
     # By default, a launcher in a job starts one rank for each GPU of its machine, or one rank.
     default_nproc = environ.get("SLURM_GPUS_ON_NODE") or "1"
 
-    # 1. srun has started this process, in a step with several tasks.
+    # 1. Another launcher, such as torchrun, has started this process.
     topology = detect(environ)
+    if topology is not None and topology.source != "Slurm":
+        return None
+
+    # 2. srun has started this process, in a step with several tasks.
     if topology is not None:
-        if topology.source != "Slurm":
-            return None  # another launcher, such as torchrun, has started this process
         meeting_flags = _meeting_flags(topology)
         return JobPlacement(nproc=nproc or default_nproc, meeting_flags=meeting_flags)
 
-    # 2. srun has started this process, in a step with one task.
+    # 3. srun has started this process, in a step with one task.
     is_in_step = bool(environ.get("SLURM_STEP_NUM_TASKS"))
     if is_in_step and environ.get("SLURM_STEP_ID") != INTERACTIVE_STEP_ID:
         return JobPlacement(nproc=nproc or default_nproc)
 
-    # 3. The job's script, or a shell of salloc, has started this process.
+    # 4. The job's script, or a shell of salloc, has started this process.
     return _placement_of_job(environ, nproc, default_nproc)
 
 
@@ -145,10 +147,11 @@ def _placement_of_job(
         or 1
     )
     is_on_job_machine = bool(environ.get("SLURMD_NODENAME"))
-    if num_nodes == 1 and is_on_job_machine:
+    if num_nodes == 1 and is_on_job_machine:  # nothing to start by srun
         return JobPlacement(nproc=nproc or default_nproc)
 
-    # A launcher is the only task on its machine, but needs the GPUs of all tasks there.
+    # A launcher is the only task on its machine, but needs the GPUs of all tasks there: 4, if 8
+    # tasks with a GPU each share 2 machines.
     gpus_per_task = _number_from_slurm(environ, "SLURM_GPUS_PER_TASK") or 0
     num_tasks = _number_from_slurm(environ, "SLURM_NTASKS") or num_nodes  # or one on each
     gpus_per_node = gpus_per_task * num_tasks // num_nodes
@@ -178,8 +181,8 @@ def _tasks_per_node(environ: Mapping[str, str]) -> str | None:
     """Returns the number of tasks on each machine that the job requests.
 
     Returns:
-        The number as a text, which becomes the value of --nproc; None for the default of --nproc,
-        one: the job requests one task, or does not say.
+        The number as a text, which becomes the value of --nproc. None if the job requests one task
+        on each machine, or does not say; then --nproc keeps its default, 1.
 
     Raises:
         SettingError: the machines have different numbers of tasks.

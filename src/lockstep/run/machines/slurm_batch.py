@@ -115,7 +115,8 @@ def _normalize_option(text: str) -> str:
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if is_quoted:
         value = value[1:-1]
-    elif NEXT_OPTION_PATTERN.search(separator + value):  # as in "--exclusive --qos=high"
+    elif NEXT_OPTION_PATTERN.search(separator + value):
+        # In "--exclusive --qos=high", the separator is the space before the second option.
         raise SettingError(was_set, "this is two options", "give each its own --sbatch")
 
     if UNWRITABLE_PATTERN.search(value):

@@ -87,6 +87,8 @@ class SshConnection(MachineConnection):
             deadline: the monotonic time after which no further attempt begins. An attempt that is
                 still running then is expected to end by itself with a Problem.
         """
+        # If the deadline ends the last attempt, its error only says that there was no answer in
+        # time. The drop before it says what is wrong.
         last_drop: ConnectionDropped | None = None
         pauses = list(RETRY_PAUSES_S)
         while True:
@@ -103,9 +105,8 @@ class SshConnection(MachineConnection):
                 await self.close()  # ends this ssh process
                 await asyncio.sleep(pause_s)
             except Problem:
-                # If the attempt ended because of the deadline, the error only says that there was
-                # no answer in time. The drop before it says what is wrong.
-                if last_drop is not None and time.monotonic() >= deadline:
+                was_ended_by_deadline = time.monotonic() >= deadline
+                if last_drop is not None and was_ended_by_deadline:
                     raise last_drop from None
                 raise
 
@@ -138,7 +139,9 @@ class SshConnection(MachineConnection):
         return ssh_failure(self.host, exit_code, error_output, self._ssh)
 
     async def copy_folder(self, file_names: bytes | None) -> None:
-        """Sends the working folder by rsync. Other files in the folder there are not touched.
+        """Sends the working folder to the same path on the other machine, by rsync.
+
+        Other files in that folder are not touched.
 
         Args:
             file_names: names of the files to send, each followed by a zero byte; None for all files
@@ -153,10 +156,11 @@ class SshConnection(MachineConnection):
             # Keeps times and modes (a), compresses (z), allows spaces in names (s), and copies
             # folders with their content (r), which --files-from would switch off.
             "-azsr",
-            # A link to a folder there stays a link.
+            # A link to a folder on the other machine stays a link.
             "--keep-dirlinks",
             "--exclude=.git",
-            # Runs `mkdir` there first, as rsync before 3.2.3 has no option that creates the folder.
+            # Runs `mkdir` on that machine first: rsync before 3.2.3 has no option that creates the
+            # folder.
             f"--rsync-path=mkdir -p {shlex.quote(folder)} && rsync",
             "-e",
             self._ssh.for_rsync(),
@@ -178,8 +182,7 @@ class SshConnection(MachineConnection):
         Raises:
             Problem: rsync failed.
         """
-        # These are files, and not pipes, as a process that rsync leaves behind may hold a pipe
-        # open.
+        # rsync gets files, and not pipes: a process that it leaves behind may hold a pipe open.
         with _file_for_rsync(file_names) as names_file, _file_for_rsync() as error_file:
             process = _start_process(
                 command,
@@ -260,6 +263,8 @@ def _file_for_rsync(content: bytes = b"") -> Iterator[IO[bytes]]:
         Problem: no such file can be written.
     """
     with contextlib.ExitStack() as stack:
+        # Only errors of the file are caught, and not those of the caller's block, which runs at
+        # the `yield`.
         try:
             file = stack.enter_context(tempfile.TemporaryFile())
             file.write(content)

@@ -187,6 +187,7 @@ def ssh_failure(
         advice: what the user can do if the cause is not known; by default, to try ssh by hand.
     """
     ssh_call = ssh.by_hand(host.name)
+    # The texts about known problems contain {name}, {address} and so on.
     fields_of_texts = {
         "name": host.name,
         "address": host.address,

@@ -1,9 +1,9 @@
 """Implements the rendezvous for a fixed number of nodes with a --node-rank each, or a single node.
 
 A *round* is one start of the ranks on all nodes, counted from 1. A node that wants to start its
-ranks, for the first time or again, asks for a round by setting `Node.round`, and waits until all
-nodes have asked for it. The *server* is the node that serves the store, node 0. A node has *left*
-if it has said so itself, and is *lost* if its connection has ended without a word.
+ranks, for the first time or again, asks for a round by setting `Node.requested_round`, and waits
+until all nodes have asked for it. The *server* is the node that serves the store, node 0. A node
+has *left* if it has said so itself, and is *lost* if its connection has ended without a word.
 
 Unlike with torch's own static rendezvous, a restart restarts the ranks of all nodes together.
 
@@ -43,16 +43,17 @@ class StaticRendezvous(Rendezvous):
             MissingRankError: a node has not come within the join timeout, or has left for good.
         """
         round_number = self._next_round()
-        self._peers.update(round=round_number)
+        self._peers.update_own(requested_round=round_number)
         self._wait_for_all_nodes(round_number)
-        self._peers.update(started=round_number)
+        self._peers.update_own(last_started_round=round_number)
 
         self.attempt = round_number - 1  # rounds are counted from 1, attempts from 0
         store = PrefixStore(f"{self.get_run_id()}/{self.attempt}", self._store)
         rank = self._peers.own.rank
         assert rank is not None  # each node has a --node-rank, and a single node is node 0
 
-        # Node 0 prepares the store. The others wait until the key is set.
+        # Node 0 deletes what ranks of an earlier attempt have left in the store. The others wait
+        # until the key is set.
         if rank == 0:
             delete_keys_of_ranks(self._store)
             store.set(READY_KEY, "")
@@ -67,8 +68,9 @@ class StaticRendezvous(Rendezvous):
         asked for that already.
         """
         present = self._peers.present()  # this node, too
-        last_started_round = max(node.started for node in present)  # 0 before the first round
-        latest_asked_round = max(node.round for node in present)
+        started_rounds = [node.last_started_round for node in present]  # 0 before the first round
+        last_started_round = max(started_rounds)
+        latest_asked_round = max(node.requested_round for node in present)
         return max(last_started_round + 1, latest_asked_round)
 
     def _wait_for_all_nodes(self, round_number: int) -> None:
@@ -129,5 +131,5 @@ class StaticRendezvous(Rendezvous):
 
         Torch elastic's agent restarts them if this is above 0.
         """
-        own_round = self._peers.own.round
-        return len([node for node in self._peers.present() if node.round > own_round])
+        own_round = self._peers.own.requested_round
+        return len([node for node in self._peers.present() if node.requested_round > own_round])

@@ -122,9 +122,10 @@ class Console:
         self._wake_up()
         self._thread.join()
 
-        lost = self._sinks["stdout"].lost
-        if lost:
-            self._announcements.append(f"lockstep: {translate(lost)}")
+        # If standard error accepts nothing, no message can be shown.
+        message = self._sinks["stdout"].message_on_lost_output
+        if message:
+            self._announcements.append(f"lockstep: {translate(message)}")
             self._write_announcements()
 
         os.close(self._wake_reader)

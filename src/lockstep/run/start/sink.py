@@ -152,8 +152,8 @@ class Sink:
                 del self.waiting[:written]
 
     @property
-    def lost(self) -> str:
-        """A text that says which output was lost; empty if none was."""
+    def message_on_lost_output(self) -> str:
+        """Says which output was lost; empty if none was."""
         if self._error:
             return f"the output ends early: {self._error}"
         if self.waiting:
