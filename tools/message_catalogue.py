@@ -80,7 +80,7 @@ FILES_OF_SHORT_TEXTS = (
     "run.machines.ssh_errors",
     "run.start.plan",
     "run.start.process",
-    "run.start.zygote",
+    "run.start.fork_server",
     "run.watch.activity",
     "run.watch.call_table",
     "run.watch.case",
@@ -240,10 +240,10 @@ NO_MESSAGES_BY_REASON = {
         "world.broadcast(..., source={source})",
         "--rsync-path=mkdir -p {quote} && rsync",
         "import json, sys\nsys.path = json.loads(sys.argv[1])\n"
-        "from lockstep.run.start.function_worker import zygote_main\n"
-        "zygote_main(*map(json.loads, sys.argv[2:]))",
-        "import sys; sys.path.insert(0, {packages_folder}); from {name} import zygote_main; "
-        "zygote_main(*sys.argv[1:])",
+        "from lockstep.run.start.function_worker import fork_server_main\n"
+        "fork_server_main(*map(json.loads, sys.argv[2:]))",
+        "import sys; sys.path.insert(0, {packages_folder}); from {name} import fork_server_main; "
+        "fork_server_main(*sys.argv[1:])",
         "import sys; sys.path.insert(0, {packages_folder}); import {name} as m; m.main()",
     ),
 }

@@ -1,4 +1,5 @@
-"""Stage `product`: what a user does, by `lockstep run`, whose ranks come from the warm zygote."""
+"""Stage `product`: what a user does, by `lockstep run`, whose ranks come from the warm fork server.
+"""
 
 from __future__ import annotations
 

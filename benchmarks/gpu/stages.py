@@ -37,7 +37,7 @@ STAGES = (
         "product",
         70,
         "product",
-        "`lockstep run` from the warm zygote: kill, resume, compile",
+        "`lockstep run` from the warm fork server: kill, resume, compile",
         needs=("sklearn",),
     ),
     StageOfRun(

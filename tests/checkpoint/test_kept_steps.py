@@ -139,14 +139,14 @@ def test_what_is_damaged_is_not_taken_for_a_step(memory: dict[str, str]) -> None
 def test_the_launcher_sees_that_a_rank_has_kept_a_step() -> None:
     with closing(StepMemory(2)) as held:
         areas = areas_of(held.variables)
-        assert held.seals() == [frozenset(), frozenset()]
+        assert held.kept_steps() == [frozenset(), frozenset()]
         write(areas[1], serial=1, value=5)
         write(areas[AREAS_PER_RANK - 1], serial=1, value=5)  # a copy of another machine's step
-        first, none = held.seals()
+        first, none = held.kept_steps()
         assert (len(first), len(none)) == (1, 0)
         write(areas[0], serial=2, value=5)
         areas[1].begin_writing(header_bytes=100, values_bytes=64)
-        (second, _) = held.seals()
+        (second, _) = held.kept_steps()
         assert len(second) == 1
         assert second.isdisjoint(first)
         assert {len(seal) for seal in second} == {memory_area._CRC_AT + memory_area._CRC.size}

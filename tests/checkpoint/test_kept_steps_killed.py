@@ -89,11 +89,11 @@ with lockstep.init(seed=0, device="cpu") as world:
 
 
 def descendants(pid: int) -> dict[str, list[psutil.Process]]:
-    """The zygote of a launcher, its ranks, and their loader workers."""
-    (zygote,) = psutil.Process(pid).children()
-    ranks = zygote.children()
+    """The fork server of a launcher, its ranks, and their loader workers."""
+    (fork_server,) = psutil.Process(pid).children()
+    ranks = fork_server.children()
     workers = [worker for rank in ranks for worker in rank.children()]
-    return {"zygote": [zygote], "ranks": ranks, "workers": workers}
+    return {"fork server": [fork_server], "ranks": ranks, "workers": workers}
 
 
 def num_files(process: psutil.Process) -> dict[str, int]:
@@ -143,7 +143,7 @@ def test_kills_at_random_moments(
     flags += [f"--max-restarts={KILLS}"]
     files_of_launcher = []
     sockets_of_launcher = []
-    files_of_zygotes: dict[int, list[dict[str, int]]] = {}
+    files_of_fork_servers: dict[int, list[dict[str, int]]] = {}
     kinds: list[str] = []
     kept: list[int] = []
     temporary = tmp_path_factory.mktemp("t")  # loader workers bind sockets there: 107 characters
@@ -160,11 +160,11 @@ def test_kills_at_random_moments(
             assert len(found["workers"]) <= size
             files_of_launcher.append(num_files(psutil.Process(launched.pid)))
             sockets_of_launcher.append(sockets(psutil.Process(launched.pid)))
-            (zygote,) = found["zygote"]
-            files_of_zygotes.setdefault(zygote.pid, []).append(num_files(zygote))
+            (fork_server,) = found["fork server"]
+            files_of_fork_servers.setdefault(fork_server.pid, []).append(num_files(fork_server))
             time.sleep(drawn.uniform(0, MAX_DELAY_S))
             found = descendants(launched.pid)
-            kinds.append(drawn.choice(["rank", "copying", "two ranks", "worker", "zygote"]))
+            kinds.append(drawn.choice(["rank", "copying", "two ranks", "worker", "fork server"]))
             if kinds[-1] == "copying":
                 kept.append(attempt_and_step(tmp_path)[1])
                 (tmp_path / "kill one that copies").touch()
@@ -173,7 +173,7 @@ def test_kills_at_random_moments(
                 "rank": drawn.sample(found["ranks"], 1),
                 "two ranks": found["ranks"][:2],
                 "worker": found["workers"][:1],
-                "zygote": found["zygote"],
+                "fork server": found["fork server"],
             }[kinds[-1]]
             kept.append(attempt_and_step(tmp_path)[1])
             for victim in victims:
@@ -203,7 +203,7 @@ def test_kills_at_random_moments(
         kinds,
         sockets_of_launcher,
     )
-    for files_of_one in files_of_zygotes.values():
+    for files_of_one in files_of_fork_servers.values():
         assert all(files == files_of_one[0] for files in files_of_one), files_of_one
     left = {path.name for path in temporary.iterdir()}
     assert {name for name in left if not NOT_OURS.fullmatch(name)} == set()

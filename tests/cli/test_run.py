@@ -573,7 +573,7 @@ def test_dry_run_starts_nothing(
     note: str,
     command: str,
 ) -> None:
-    monkeypatch.setattr(script, "Zygote", None)
+    monkeypatch.setattr(script, "ForkServer", None)
     (folder / "t.py").write_text(source)
     name = "t" if "-m" in flags.split() else "t.py"
     result = run(*flags.split(), "--strategy", "ddp", "--dry-run", name, "a b")

@@ -26,11 +26,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from lockstep.run.machines.static_rendezvous import StaticRendezvous
 from lockstep.run.start import (
     agent as agent_module,
+    fork_server as fork_server_module,
     rank_environment as rank_environment_module,
-    zygote as zygote_module,
 )
 from lockstep.run.start.agent import Agent
 from lockstep.run.start.exit_reports import ExitReports
+from lockstep.run.start.fork_server import ForkServer
+from lockstep.run.start.fork_server_messages import Event, answer_on_left_behind, control_sockets
 from lockstep.run.start.interrupts import Interrupts
 from lockstep.run.start.local_ranks import LocalRanks
 from lockstep.run.start.machine import Machine
@@ -41,8 +43,6 @@ from lockstep.run.start.rank_environment import rank_environment, variables_of_a
 from lockstep.run.start.rank_watch import RankWatch
 from lockstep.run.start.step_memory import StepMemory
 from lockstep.run.start.worker import Script
-from lockstep.run.start.zygote import Zygote
-from lockstep.run.start.zygote_messages import Event, answer_on_left_behind, control_sockets
 from lockstep.run.watch.exit_status import ExitReport
 from lockstep.run.watch.first_failure import FirstFailure
 
@@ -125,7 +125,7 @@ def an_attempt(*pids: int, num_nodes: int = 1) -> Attempt:
 
 
 def test_a_signal_that_comes_while_a_ranks_end_is_read_waits_until_it_is_noted() -> None:
-    class Zygote:
+    class ForkServer:
         has_ended = False
 
         def events(self, timeout: float) -> list[Event]:
@@ -134,7 +134,7 @@ def test_a_signal_that_comes_while_a_ranks_end_is_read_waits_until_it_is_noted()
 
     attempt = an_attempt(4321)
     interrupts = Interrupts()
-    ranks = LocalRanks(cast(Any, Zygote()), None, interrupts)
+    ranks = LocalRanks(cast(Any, ForkServer()), None, interrupts)
     ranks.begin(attempt)
     with pytest.raises(SignalException):
         ranks.read_events()
@@ -146,23 +146,23 @@ def test_a_signal_that_comes_while_a_ranks_end_is_read_waits_until_it_is_noted()
         interrupts.interrupt(signal.SIGTERM)
 
 
-class ZygoteWithMessages(Zygote):
+class ForkServerWithMessages(ForkServer):
     """Its process is this one, and the messages that it has sent are given."""
 
     def __init__(self, *messages: object) -> None:
         self.pid = os.getpid()
         self._code = None
-        self._socket, zygotes_end = control_sockets()
+        self._socket, servers_end = control_sockets()
         for message in messages:
-            zygotes_end.send(json.dumps(message).encode())
-        self.zygotes_end = zygotes_end
+            servers_end.send(json.dumps(message).encode())
+        self.servers_end = servers_end
 
-    def __enter__(self) -> ZygoteWithMessages:
+    def __enter__(self) -> ForkServerWithMessages:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()
-        self.zygotes_end.close()
+        self.servers_end.close()
 
 
 def test_messages_about_an_earlier_attempt_are_not_taken_for_those_of_the_present_one() -> None:
@@ -176,8 +176,8 @@ def test_messages_about_an_earlier_attempt_are_not_taken_for_those_of_the_presen
     attempt = an_attempt(0, 0)
     for process in attempt.processes:
         process.pid = None
-    with ZygoteWithMessages(*messages) as zygote:
-        ranks = LocalRanks(zygote, None, Interrupts())
+    with ForkServerWithMessages(*messages) as fork_server:
+        ranks = LocalRanks(fork_server, None, Interrupts())
         ranks.begin(attempt)
         ranks.read_events()
     assert [(process.pid, process.code) for process in attempt.processes] == [
@@ -189,15 +189,15 @@ def test_messages_about_an_earlier_attempt_are_not_taken_for_those_of_the_presen
 def test_a_late_answer_is_not_taken_for_that_to_the_next_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with ZygoteWithMessages() as zygote:
-        monkeypatch.setattr(zygote_module, "_LEFT_BEHIND_TIMEOUT_S", 0.0)
-        assert zygote.end_left_behind() == []  # no answer in time
+    with ForkServerWithMessages() as fork_server:
+        monkeypatch.setattr(fork_server_module, "_LEFT_BEHIND_TIMEOUT_S", 0.0)
+        assert fork_server.end_left_behind() == []  # no answer in time
         late = answer_on_left_behind(request=1, pids=[77])
         in_time = answer_on_left_behind(request=2, pids=[78, 79])
         for message in (late, in_time):
-            zygote.zygotes_end.send(json.dumps(message).encode())
-        monkeypatch.setattr(zygote_module, "_LEFT_BEHIND_TIMEOUT_S", 60.0)
-        assert zygote.end_left_behind() == [78, 79]
+            fork_server.servers_end.send(json.dumps(message).encode())
+        monkeypatch.setattr(fork_server_module, "_LEFT_BEHIND_TIMEOUT_S", 60.0)
+        assert fork_server.end_left_behind() == [78, 79]
 
 
 def test_a_signal_that_comes_in_a_block_that_fails_ends_the_run_there() -> None:
@@ -218,7 +218,7 @@ class Memory(StepMemory):
         super().__init__(0)
         self.found = [frozenset(seals)]
 
-    def seals(self) -> list[frozenset[bytes]]:
+    def kept_steps(self) -> list[frozenset[bytes]]:
         return self.found
 
 
@@ -277,7 +277,7 @@ def test_ranks_that_keep_no_steps_may_save_before_a_machine_joins(
     agent: Any = object.__new__(Agent)
     agent.attempts = [an_attempt(4321, num_nodes=2)]
     agent._rdzv = SimpleNamespace(elastic=True, request_restart=lambda: None)
-    agent._step_memory, agent._seals_at_start = memory, memory.seals()
+    agent._step_memory, agent._steps_kept_before = memory, memory.kept_steps()
     if steps_in_attempt:
         memory.found = [frozenset([b"step of this attempt"])]
     agent._end_ranks = lambda number, before_restart: signals.append(number)

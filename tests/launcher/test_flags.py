@@ -38,7 +38,7 @@ HONOURED_BY = {
     "start_method": "nothing: torchrun uses it with --run-path alone, and a script cannot tell",
     "role": "torch elastic's agent",
     "module": "rank_main",
-    "no_python": "the zygote, which executes it",
+    "no_python": "the fork server, which executes it",
     "run_path": "rank_main, as any script",
     "log_dir": "the folder of the run",
     "redirects": "the console",
@@ -119,19 +119,19 @@ def test_torchruns_variable_says_early_how_many_ranks_there_are(
 ) -> None:
     """Libraries that the ranks share read OMP_NUM_THREADS when they are imported."""
 
-    class ZygoteIsStarted(Exception):
+    class ForkServerIsStarted(Exception):
         pass
 
-    def start_zygote(run_rank: object, spares: int) -> None:
-        raise ZygoteIsStarted(spares, os.environ["OMP_NUM_THREADS"])
+    def start_fork_server(run_rank: object, spares: int) -> None:
+        raise ForkServerIsStarted(spares, os.environ["OMP_NUM_THREADS"])
 
-    monkeypatch.setattr(script, "Zygote", start_zygote)
+    monkeypatch.setattr(script, "ForkServer", start_fork_server)
     monkeypatch.setattr(script, "import_for_ranks", lambda names: None)
     monkeypatch.setattr(script, "cores_allowed", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
     (tmp_path / "t.py").touch()
-    with pytest.raises(ZygoteIsStarted) as started:
+    with pytest.raises(ForkServerIsStarted) as started:
         script.run_script(LaunchSpec(script=Script(path=str(tmp_path / "t.py"))), print)
     assert started.value.args == (2, "4")
 

@@ -21,7 +21,7 @@ from held import MAY_BE_HELD, frozen, pid_in, traced
 from launched import Launched
 from ranks import HANG_S
 
-from lockstep.run.start import late_end, local_ranks, machine, zygote
+from lockstep.run.start import fork_server, late_end, local_ranks, machine
 from lockstep.run.watch.process_status import (
     ProcessStatus,
     describe_state,
@@ -296,9 +296,9 @@ def test_the_fork_server_ends_although_a_rank_does_not(tmp_path: Path) -> None:
 
 def stop_fork_server(file: Path) -> None:
     """Called in the launcher: the fork server is stopped before the first rank is requested."""
-    start = zygote.Zygote.start
+    start = fork_server.ForkServer.start
 
-    def stop_and_start(self: zygote.Zygote, *arguments: Any, **options: Any) -> None:
+    def stop_and_start(self: fork_server.ForkServer, *arguments: Any, **options: Any) -> None:
         if not file.exists():
             os.kill(self.pid, signal.SIGSTOP)
             while psutil.Process(self.pid).status() != psutil.STATUS_STOPPED:
@@ -306,7 +306,7 @@ def stop_fork_server(file: Path) -> None:
             file.write_text(str(self.pid))
         start(self, *arguments, **options)
 
-    zygote.Zygote.start = stop_and_start  # type: ignore[method-assign]
+    fork_server.ForkServer.start = stop_and_start  # type: ignore[method-assign]
 
 
 def wait_for_starts(seconds: float) -> None:

@@ -137,9 +137,9 @@ def test_a_second_signal_kills_ranks_that_do_not_listen(tmp_path: Path) -> None:
 def test_nothing_outlives_a_launcher_that_was_killed(tmp_path: Path, own_session: bool) -> None:
     text = WAITS.replace('300)"])', f'300)"], start_new_session={own_session})')
     with started(tmp_path, text, "--nproc=2") as (launcher, processes):
-        zygote = psutil.Process(launcher.pid).children()
+        fork_server = psutil.Process(launcher.pid).children()
         launcher.kill()
-        assert psutil.wait_procs([*zygote, *processes], timeout=LEAVE_S)[1] == []
+        assert psutil.wait_procs([*fork_server, *processes], timeout=LEAVE_S)[1] == []
 
 
 LEAVES = """
@@ -211,13 +211,13 @@ def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path, files: i
 
 
 @pytest.mark.thorough
-def test_more_ranks_start_than_fit_the_socket_to_the_zygote(tmp_path: Path) -> None:
+def test_more_ranks_start_than_fit_the_socket_to_the_fork_server(tmp_path: Path) -> None:
     """They hold 277 messages in each direction, with the kernel's default of 208 KiB."""
     done = launch(["run", "--no-python", "--nproc", "700", "true"], tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-KILLS_THE_ZYGOTE = """
+KILLS_THE_FORK_SERVER = """
 import os, signal, sys
 is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 if is_first_attempt and os.environ["RANK"] == "0":
@@ -245,7 +245,7 @@ print("again", *sys.argv[1:], __name__, flush=True)
 def test_another_process_starts_the_ranks_if_the_first_was_killed(
     tmp_path: Path, warm: str
 ) -> None:
-    (tmp_path / "script.py").write_text(KILLS_THE_ZYGOTE)
+    (tmp_path / "script.py").write_text(KILLS_THE_FORK_SERVER)
     flags = [warm, "--nproc", "2", "--max-restarts", "1"]
     done = launch(["run", *flags, "script.py", "a", "b"], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -370,7 +370,7 @@ def test_a_wrong_number_of_processes_is_refused(nproc: int | str) -> None:
 def test_a_limit_of_processes_that_is_too_low_is_named() -> None:
     fork, made = os.fork, []
 
-    def once() -> int:  # the zygote's; it then has none for the ranks
+    def once() -> int:  # the fork server's; it then has none for the ranks
         if made:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         made.append(True)
@@ -536,7 +536,7 @@ def test_a_signal_to_the_launching_process_ends_all(
         assert launcher.stdout is not None
         ranks = {int(launcher.stdout.readline().split("] ")[1]) for _ in range(2)}
         started = psutil.Process(launcher.pid).children(recursive=True)
-        assert len(started) == 3  # the zygote too
+        assert len(started) == 3  # the fork server too
         assert ranks < {process.pid for process in started}
         launcher.send_signal(number)
         launcher.wait(timeout=HANG_S)

@@ -226,7 +226,7 @@ class SshConnection(MachineConnection):
         with contextlib.suppress(ProcessLookupError):
             if self.here:  # the helper runs on this machine, without ssh
                 # Kill only the helper. The kernel then kills the launcher too (`die_with_parent`),
-                # and the launcher's zygote, which is still running, ends the ranks.
+                # and the launcher's fork server, which is still running, ends the ranks.
                 os.kill(process.pid, signal.SIGKILL)
             else:
                 os.killpg(process.pid, signal.SIGKILL)  # ssh and its ProxyCommand

@@ -2,7 +2,7 @@
 
 A *rank* is a process of the run. A *launcher* (`lockstep run`) starts the ranks of one machine,
 which is a *node*. An *attempt* is one start of the ranks; after a failure, torch elastic may start
-them again. The *zygote* is the process that the ranks are forked from.
+them again. The *fork server* is the process that the ranks are forked from.
 
 `Agent` is torch elastic's SimpleElasticAgent (torch/distributed/elastic/agent/server/api.py): its
 loop, its rendezvous and its restarts are torch's, and the four abstract methods are implemented
@@ -47,6 +47,7 @@ from lockstep.run.start import job_control
 from lockstep.run.start.console import Console
 from lockstep.run.start.console_flags import console_for
 from lockstep.run.start.exit_reports import ExitReports
+from lockstep.run.start.fork_server import ForkServer
 from lockstep.run.start.interrupts import Interrupts
 from lockstep.run.start.launcher_record import LauncherRecord
 from lockstep.run.start.local_ranks import LocalRanks
@@ -64,7 +65,6 @@ from lockstep.run.start.step_memory import StepMemory, step_memory_for
 from lockstep.run.start.system_limits import can_hold_evidence, explain_scarcity
 from lockstep.run.start.torchrun_flags import rendezvous_parameters, shutdown_timeout
 from lockstep.run.start.usable_gpus import UsableGpus
-from lockstep.run.start.zygote import Zygote
 from lockstep.run.watch.error_record import (
     TORCH_ERROR_FILE_VARIABLE,
     readable_torch_file,
@@ -76,7 +76,7 @@ from lockstep.torch_compat import accepted, skip_exit_barrier
 from lockstep.wording import count_noun
 
 _MAX_PENDING_STARTS = 8
-"""How many ranks may be requested before the zygote's answers are read."""
+"""How many ranks may be requested before the fork server's answers are read."""
 _MAX_MONITOR_INTERVAL_S = 0.5
 """The longest pause between two checks: other launchers wait only seconds for an answer."""
 _SETTLE_S = 0.5
@@ -94,19 +94,19 @@ _MEMBERSHIP_CHANGE_S = 2.0
 def run_agent(
     plan: LaunchPlan,
     flags: argparse.Namespace,
-    zygote: Zygote,
+    fork_server: ForkServer,
     folder: Path,
-    start_zygote: Callable[[], Zygote] | None = None,
+    start_fork_server: Callable[[], ForkServer] | None = None,
 ) -> Agent:
     """Meets the other machines, starts the ranks of this one, and watches them until they end.
 
     Args:
         plan: what to start on this machine.
         flags: torchrun's flags.
-        zygote: the process that forks the ranks.
+        fork_server: the process that forks the ranks.
         folder: the folder of the run; each attempt gets a folder in it.
-        start_zygote: function that starts another zygote if something has killed the first one;
-            None if that is not possible.
+        start_fork_server: function that starts another fork server if something has killed the
+            first one; None if that is not possible.
 
     Returns:
         The agent, which knows how the run has ended on this machine.
@@ -131,7 +131,7 @@ def run_agent(
             variables.update(console.environment)
 
         interrupts = Interrupts()
-        ranks = LocalRanks(zygote, start_zygote, interrupts)
+        ranks = LocalRanks(fork_server, start_fork_server, interrupts)
         at_end.callback(ranks.close)
         agent = Agent(
             plan, flags, folder, variables, console, rendezvous, step_memory, ranks, interrupts
@@ -234,7 +234,7 @@ class Agent(api.SimpleElasticAgent):
                 role=flags.role,
                 local_world_size=plan.nproc,
                 rdzv_handler=rendezvous,
-                entrypoint=folder.name,  # for torch's events only: the zygote knows what to run
+                entrypoint=folder.name,  # for torch's events only
                 max_restarts=flags.max_restarts,
                 monitor_interval=min(flags.monitor_interval, _MAX_MONITOR_INTERVAL_S),
                 local_addr=flags.local_addr,
@@ -282,8 +282,8 @@ class Agent(api.SimpleElasticAgent):
         self._ending: RankEnding
         self._watch: RankWatch
         self._keyboard = job_control.Keyboard()
-        self._seals_at_start: list[frozenset[bytes]] = []
-        """The seals in `step_memory` when the present attempt began."""
+        self._steps_kept_before: list[frozenset[bytes]] = []
+        """The steps in `step_memory` when the present attempt began, see `kept_steps` there."""
 
     @property
     def failure(self) -> FirstFailure | None:
@@ -334,8 +334,8 @@ class Agent(api.SimpleElasticAgent):
         self._begin_attempt(attempt)
         self._record.start(attempt, self._plan.script)
 
-        # `_start_rank` only sends a request to the zygote. At most `_MAX_PENDING_STARTS` requests
-        # wait for an answer at a time.
+        # `_start_rank` only sends a request to the fork server. At most `_MAX_PENDING_STARTS`
+        # requests wait for an answer at a time.
         for worker in workers:
             self._start_rank(worker_group, worker, attempt)
             self.ranks.wait_for_starts(max_pending=_MAX_PENDING_STARTS)
@@ -358,23 +358,23 @@ class Agent(api.SimpleElasticAgent):
     def _begin_attempt(self, attempt: Attempt) -> None:
         """Makes an attempt the present one, and replaces everything that was about the last one."""
         earlier_failures = [earlier.failure for earlier in self.attempts if earlier.failure]
-        keys = [failure.key for failure in earlier_failures if failure.key]
+        keys_of_failures = [failure.key for failure in earlier_failures if failure.key]
         self._exit_reports = ExitReports(
-            self._rdzv, attempt, keys, self._oom_counts_before, self.interrupts
+            self._rdzv, attempt, keys_of_failures, self._oom_counts_before, self.interrupts
         )
         self._ending = RankEnding(attempt, self.ranks, self.interrupts, self._grace_s, self._say)
         self._keyboard = job_control.Keyboard()
 
-        # When a rank keeps a step in memory, the step gets a new seal. A restart compares these
-        # seals with the later ones, to see whether each rank has kept a step in this attempt.
-        self._seals_at_start = self._step_memory.seals()
+        # A restart compares these with the later ones, to see whether each rank has kept a step in
+        # this attempt.
+        self._steps_kept_before = self._step_memory.kept_steps()
 
         # From here on a signal may end the run in the middle. `_end_ranks` then ends this attempt.
         self.attempts.append(attempt)
         self.ranks.begin(attempt)
 
     def _start_rank(self, group: api.WorkerGroup, worker: api.Worker, attempt: Attempt) -> None:
-        """Requests a rank from the zygote and adds it to the attempt, without waiting for its
+        """Requests a rank from the fork server and adds it to the attempt, without waiting for its
         start.
         """
         rank = worker.global_rank
@@ -455,16 +455,15 @@ class Agent(api.SimpleElasticAgent):
         """
         attempt = self.attempts[-1]
         self.ranks.read_events()
-
-        self._keyboard.keep_in_step(self.ranks.signal)
+        self._keyboard.pass_on_ctrl_z(self.ranks.signal)
 
         ranks_must_end = self._watch.ranks_must_end()
         some_have_failed = bool(_failed_processes(attempt))
         if ranks_must_end or some_have_failed:
             return self._result_of_failure(attempt)
 
-        # While ranks of other machines are running, those that have ended here may have to be
-        # restarted.
+        # While ranks of other machines are running, this machine counts as running too: its ranks
+        # that have ended may have to be restarted.
         if attempt.running or self._exit_reports.others_run():
             return api.RunResult(state=api.WorkerState.HEALTHY)
 
@@ -487,7 +486,7 @@ class Agent(api.SimpleElasticAgent):
         # count a failure. So the result is HEALTHY. torch elastic then reads `num_nodes_waiting`,
         # which is above 0 in this case, and restarts all ranks.
         failures = _failed_processes(attempt)
-        if failures and self._is_membership_changing(attempt):
+        if failures and self._is_membership_changing():
             return api.RunResult(state=api.WorkerState.HEALTHY)
 
         self._failed_attempts += 1
@@ -495,12 +494,12 @@ class Agent(api.SimpleElasticAgent):
 
     # Restarts
 
-    def _is_membership_changing(self, attempt: Attempt) -> bool:
+    def _is_membership_changing(self) -> bool:
         """Returns True if ranks failed here only because a machine has left or wants to join.
 
         Ranks fail as soon as their connections to a machine break. The launchers notice the change
-        up to `_MEMBERSHIP_CHANGE_S` seconds later, so this waits until they do: `num_nodes_waiting`
-        is then above 0.
+        later, so this waits for up to `_MEMBERSHIP_CHANGE_S` seconds until they do:
+        `num_nodes_waiting` is then above 0.
         """
         if not self._rdzv.elastic:  # machines may neither leave nor join
             return False
@@ -525,13 +524,14 @@ class Agent(api.SimpleElasticAgent):
         # There are two reasons: ranks have failed, which is allowed `max_restarts` times, or the
         # machines of the run have changed. In the second case the ranks count as HEALTHY.
         ranks_failed = worker_group.state != api.WorkerState.HEALTHY
+        # `_failed_attempts` includes the present attempt, so this is -1 after the last failure.
         restarts_left = worker_group.spec.max_restarts - self._failed_attempts
         if ranks_failed and restarts_left < 0:
             self._end_ranks(signal.SIGTERM)
             return
 
-        # The ranks are restarted. Read this first: after `request_restart` the rendezvous is about
-        # the machines of the next attempt.
+        # The ranks are restarted. Which machines were lost is asked before the ranks are ended:
+        # afterwards the rendezvous may only know the machines of the next attempt.
         lost_machines = self._rdzv.describe_lost_nodes()
 
         if ranks_failed:
@@ -577,22 +577,24 @@ class Agent(api.SimpleElasticAgent):
         Args:
             a_machine_was_lost: True if the ranks may wait for those of a lost machine.
         """
-        # In a run that is not elastic, a machine has only been started again after it was lost. All
-        # launchers notice that by themselves.
+        # If the run is not elastic, a lost machine was started again. All launchers notice that by
+        # themselves, so there is no `request_restart`.
         if not self._rdzv.elastic:
             self._end_ranks(signal.SIGTERM, before_restart=True)
             return
 
         attempt = self.attempts[-1]
         self._rdzv.request_restart()  # tells the other launchers that this one restarts
+
+        end_signal = signal.SIGTERM
         can_train_on = not a_machine_was_lost and _all_are_running(attempt)
         if can_train_on:
-            keep_steps = self._all_have_kept_a_step_since(self._seals_at_start)
-            if keep_steps:
+            if self._all_have_kept_a_step_since(self._steps_kept_before):
                 self._wait_for_kept_step(attempt)  # they may keep only every k-th step
-        else:
-            keep_steps = self._step_memory.is_used
-        self._end_ranks(signal.SIGKILL if keep_steps else signal.SIGTERM, before_restart=True)
+                end_signal = signal.SIGKILL
+        elif self._step_memory.is_used:
+            end_signal = signal.SIGKILL
+        self._end_ranks(end_signal, before_restart=True)
 
     def _wait_for_kept_step(self, attempt: Attempt) -> None:
         """Lets the ranks train until each of them has kept another step, or one of them fails.
@@ -600,11 +602,11 @@ class Agent(api.SimpleElasticAgent):
         The ranks are watched meanwhile, since torch elastic's loop, which watches them otherwise,
         waits for this. The wait also ends if the ranks must be ended, because they hang, say.
         """
-        seals = self._step_memory.seals()  # a rank that keeps a step gets another seal
+        kept_before = self._step_memory.kept_steps()
         next_check_at = 0.0  # at once
         deadline = time.monotonic() + _MAX_WAIT_FOR_KEPT_STEP_S
         while _all_are_running(attempt) and time.monotonic() < deadline:
-            if self._all_have_kept_a_step_since(seals):
+            if self._all_have_kept_a_step_since(kept_before):
                 return
 
             now = time.monotonic()
@@ -612,17 +614,19 @@ class Agent(api.SimpleElasticAgent):
                 next_check_at = now + _MAX_MONITOR_INTERVAL_S
                 if self._watch.ranks_must_end():
                     return
-                # The ranks here cannot train on without those of another machine. Each may still
-                # copy the step that they have made together.
+                # Without the ranks of another machine, those here make no further step. The last
+                # one may still be being copied, so wait a little for that.
                 if self._rdzv.has_node_left_attempt() or self._exit_reports.has_end_elsewhere():
                     deadline = min(deadline, now + _MAX_COPY_OF_STEP_S)
 
             self.ranks.read_events(timeout=0.005)
 
-    def _all_have_kept_a_step_since(self, seals_before: Sequence[frozenset[bytes]]) -> bool:
-        """Returns True if each rank of this machine has kept a step since its seals were read."""
+    def _all_have_kept_a_step_since(self, kept_before: Sequence[frozenset[bytes]]) -> bool:
+        """Returns True if each rank of this machine has kept a step that is not in
+        `kept_before`.
+        """
         local_ranks = [process.local_rank for process in self.attempts[-1].processes]
-        return self._step_memory.have_all_kept_since(seals_before, local_ranks)
+        return self._step_memory.have_all_kept_since(kept_before, local_ranks)
 
     # Ending the ranks
 
@@ -654,7 +658,7 @@ class Agent(api.SimpleElasticAgent):
         if not run_has_ended_well:
             self._ending.end_left_behind()
 
-        self._keyboard.take_back()
+        self._keyboard.take_back()  # from a rank that has read the terminal's input
         attempt.over = True
 
         # Show everything that the ranks have printed before their failure is reported.

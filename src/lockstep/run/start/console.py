@@ -9,9 +9,9 @@ is given the launcher's terminal itself.
 With hundreds of ranks, their tracebacks would bury the verdict under thousands of lines. So last
 words that differ only in numbers are shown once, and one line says which ranks printed the same.
 
-One thread of the launcher reads all streams; it is started after the zygote was forked. If a sink
-does not accept data, the ranks' streams are read until `_MAX_WAITING_BYTES` have piled up. Then the
-ranks wait, as they would for any slow terminal.
+One thread of the launcher reads all streams; it is started after the fork server was forked. If a
+sink does not accept data, the ranks' streams are read until `_MAX_WAITING_BYTES` have piled up.
+Then the ranks wait, as they would for any slow terminal.
 """
 
 from __future__ import annotations
@@ -252,13 +252,13 @@ class Console:
         """
         sinks = set(self._sinks.values())
         while self._flush_deadline is None or not self._flush_deadline.wait_is_over():
-            self._read_what_arrives(sinks)
+            self._read_what_arrives(sinks)  # waits for data
             self._run_due_timers(sinks)
 
             for sink in sinks:
                 sink.flush()  # writes what the sink accepts
             self._write_announcements()
-            self._end_drain_if_due()
+            self._end_drain_if_due()  # the main thread may wait in `drain`
 
     def _read_what_arrives(self, sinks: Collection[Sink]) -> None:
         """Waits until a stream has data, a sink accepts data, or it is time to wake up, and reads
@@ -372,12 +372,13 @@ class Console:
             self._end(stream)
             return
 
+        # The lines that are complete with this data. The beginning of a line stays in the stream.
         lines = stream.finish_lines(data)
         if stream.recent_output is not None:  # kept in memory, for the report on a failure
             stream.recent_output.add(data)
 
         try:
-            stream.write_files(data, lines)
+            stream.write_files(data, lines)  # the data to the log, and lines to a filtered file
         except OSError as error:
             stream.close_files()
             self._note_full_disk(stream, error)
@@ -427,9 +428,9 @@ class Console:
         if not lines or stream.sink is None:
             return
 
-        # If an error of Lockstep's has ended the rank, the rank prints no traceback: the launcher
-        # prints the error. The last words are then other lines, such as one that is printed at
-        # exit. They are shown for each rank.
+        # Without a traceback, the last words are other lines, such as one that is printed at exit,
+        # and are shown for each rank. That is so if an error of Lockstep's has ended the rank: the
+        # launcher prints it.
         has_traceback = any(TRACEBACK_HEADING in line for line in lines)
         if not has_traceback:
             self._show(stream, stream.sink, lines)
@@ -484,7 +485,7 @@ class Console:
 
         if stream.sink is not None:
             # The last line has no newline if the rank was killed while it wrote the line. If the
-            # last words have begun, the line is the end of them, and is shown below with them.
+            # last words have begun, the line belongs to them, and `_show_last_words` shows it.
             unfinished_lines = []
             if stream.has_unfinished_line_to_show:
                 unfinished_lines.append(stream.unfinished_line)

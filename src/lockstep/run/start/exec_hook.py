@@ -57,6 +57,7 @@ def watch_executed(evidence: Evidence) -> None:
 
     @wraps(original_execve)
     def execve(path: Any, argv: Any, env: Mapping[Any, Any]) -> None:
+        """Executes a program, which installs the probe if it is Python."""
         is_child_of_rank = os.getpid() != rank_pid
         if is_child_of_rank:
             original_execve(path, argv, env)
@@ -64,8 +65,9 @@ def watch_executed(evidence: Evidence) -> None:
             _warn_if_hook_is_disabled(argv)
             variables = with_hook(env, rank_pid)
 
-            # The new program has no heartbeat at first, so the one of this program is made invalid.
-            # It is restored if the new program cannot be executed.
+            # The new program has no heartbeat at first. The launcher must not take the last one of
+            # this program for a hang, so it is made invalid. It is restored if the new program
+            # cannot be executed.
             with _without_heartbeat(evidence.heartbeat):
                 original_execve(path, argv, variables)
 
@@ -142,6 +144,7 @@ def _options_of_python(words: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield letter, word
         if letters[-1] in _LETTERS_BEFORE_PROGRAM:  # -c CODE or -m MODULE: no options follow
             return
+        # In "-Wignore" only W is a letter of an option, and the rest of the word is its value.
         value_is_in_word = len(letters) < len(word) - 1
         if letters[-1] in _LETTERS_WITH_VALUE and not value_is_in_word:
             next(remaining, "")  # the value

@@ -131,7 +131,7 @@ class ExitReports:
         own_report = self.publish()
         if self._rdzv.can_publish:
             deadline = time.monotonic() + _REPORTS_WAIT_S
-            wait_until(lambda: self._has_all_reports(own_report), deadline)
+            wait_until(lambda: self._can_tell_first_failure(own_report), deadline)
 
         reports_of_others = self.of_others()
         reports = [own_report, *reports_of_others.values()]
@@ -142,7 +142,8 @@ class ExitReports:
             earlier_failures.update(report.earlier_failures)
         hangs = [report.hang for report in reports if report.hang is not None]
         # The user may have interrupted this launcher, or that of another machine.
-        interruptions = [report for report in reports if report.interrupted is not None]
+        interrupted_reports = [report for report in reports if report.interrupted is not None]
+        interrupted_report = interrupted_reports[0] if interrupted_reports else None
 
         folder = str(self._attempt.folder)
         if self._attempt.logs_deleted:
@@ -151,7 +152,7 @@ class ExitReports:
         failure = first_failure(
             exits,
             hang=min(hangs, key=lambda hang: hang.found_at, default=None),
-            interrupted=interruptions[0].interrupted if interruptions else None,
+            interrupted=interrupted_report.interrupted if interrupted_report else None,
             lost_nodes=self._failures_of_lost_nodes(reports_of_others, exits),
             earlier_failures=earlier_failures,
             folder=folder,
@@ -159,11 +160,11 @@ class ExitReports:
         if failure is None or failure.kind != "interrupted":
             return failure
 
-        report = interruptions[0]
-        if report is own_report:
+        # If the user has interrupted the launcher of another machine, the message says which.
+        if interrupted_report is None or interrupted_report is own_report:
             return failure
-        # The user has interrupted the launcher of another machine. The message says which.
-        return replace(failure, headline=f"{failure.headline} on host {report.host}")
+        host = interrupted_report.host
+        return replace(failure, headline=f"{failure.headline} on host {host}")
 
     def _failures_of_lost_nodes(
         self, reports_of_others: Mapping[int, ExitReport], exits: Sequence[ExitStatus]
@@ -185,7 +186,7 @@ class ExitReports:
                 failures.append(lost_node(node.host, ranks, time.time(), node.why))
         return failures
 
-    def _has_all_reports(self, own_report: ExitReport) -> bool:
+    def _can_tell_first_failure(self, own_report: ExitReport) -> bool:
         """Returns True if the other launchers have reported everything that is needed to find the
         first failure.
         """
@@ -200,7 +201,9 @@ class ExitReports:
         # all its ranks. Lost machines will report nothing more.
         awaited = set(range(self._attempt.num_nodes)) - {self._attempt.node}
         awaited -= {_node_rank(node) for node in self._rdzv.departed_nodes()}
-        awaited -= {rank for rank, report in reports_of_others.items() if report.complete}
+        for node_rank, report in reports_of_others.items():
+            if report.complete:
+                awaited.discard(node_rank)
         return not awaited
 
 

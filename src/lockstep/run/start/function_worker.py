@@ -1,8 +1,8 @@
 """Runs the function of `lockstep.launch` in a rank; `spawn` is the launching process's side.
 
-A rank of a *fresh* zygote imports the user's script, as processes of multiprocessing do, and then
-reads the pickled call from a file. A *copy* of the launching process has the call in its memory.
-The pickled return value is written into the rank's folder.
+A rank of a *fresh* fork server imports the user's script, as processes of multiprocessing do, and
+then reads the pickled call from a file. A *copy* of the launching process has the call in its
+memory. The pickled return value is written into the rank's folder.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 
 from lockstep.machine import process_copy
 from lockstep.run.start import worker
+from lockstep.run.start.fork_server_process import serve
 from lockstep.run.start.openblas import limit_openblas
 from lockstep.run.start.process_exit import exit_now, exit_process
 from lockstep.run.start.rank_imports import import_for_ranks
-from lockstep.run.start.zygote_server import serve
 
 RESULT_NAME = "result.pickle"
 """The file in a rank's folder with the return value of the function."""
@@ -46,7 +46,8 @@ def run_copy(call: FunctionCall, threads_asked_for: int | None = None) -> NoRetu
 
     Args:
         call: the call.
-        threads_asked_for: the user's OMP_NUM_THREADS, which a copy cannot use.
+        threads_asked_for: the user's OMP_NUM_THREADS, which a copy cannot use. It is kept for the
+            warning about that.
     """
     worker.open_streams()
     process_copy.become_copy(threads_asked_for)
@@ -81,13 +82,13 @@ class _ProcessOfCopy(multiprocessing.Process):
         self.exit_code_of_call = worker.run_recorded(lambda folder: _run_call(self._call, folder))
 
 
-def zygote_main(modules: Sequence[str], file: int, control: int) -> NoReturn:
-    """Runs a fresh zygote, see `spawn.launch`.
+def fork_server_main(modules: Sequence[str], file: int, control: int) -> NoReturn:
+    """Runs a fresh fork server, see `spawn.launch`.
 
     Args:
         modules: names of the modules that the ranks would import.
         file: descriptor of the file with the pickled call.
-        control: descriptor of the zygote's control socket.
+        control: descriptor of the fork server's control socket.
     """
     os.set_inheritable(file, False)
     import_for_ranks(modules)
@@ -95,7 +96,7 @@ def zygote_main(modules: Sequence[str], file: int, control: int) -> NoReturn:
 
 
 def _run_fresh(file: int) -> NoReturn:
-    """Runs a rank of a fresh zygote, and then ends the process."""
+    """Runs a rank of a fresh fork server, and then ends the process."""
     worker.open_streams()
     worker.reset_after_fork()
     exit_code = worker.run_recorded(lambda folder: _run_call(_read_call(file), folder))

@@ -21,8 +21,8 @@ class Interrupts:
         """The first signal; None if there was none."""
         self.kill_at_once = False
         """True once a second signal has come: ranks that are still running are not waited for."""
-        self._are_delayed = False
-        self._delayed: SignalException | None = None
+        self._is_in_delayed_block = False
+        self._delayed_error: SignalException | None = None
         """The exception of a signal that has come in a `delayed` block."""
 
     def interrupt(self, number: int) -> None:
@@ -43,8 +43,8 @@ class Interrupts:
         error = SignalException(
             f"process {os.getpid()} got signal {number}", signal.Signals(number)
         )
-        if self._are_delayed:
-            self._delayed = error
+        if self._is_in_delayed_block:
+            self._delayed_error = error
         else:
             raise error
 
@@ -52,19 +52,19 @@ class Interrupts:
     def delayed(self) -> Iterator[None]:
         """Delays a signal that ends the run until the end of the block.
 
-        Such a block reads from the zygote which ranks have ended, for example, and records that. If
-        a signal came in between, the end of a rank would be lost, and the launcher would wait for
-        it forever.
+        Such a block reads from the fork server which ranks have ended, for example, and records
+        that. If a signal came in between, the end of a rank would be lost, and the launcher would
+        wait for it forever.
         """
-        self._are_delayed = True
+        self._is_in_delayed_block = True
         try:
             yield
         finally:
-            self._are_delayed = False
+            self._is_in_delayed_block = False
 
             # If a signal has come in the block, its exception was kept. It is raised even if the
             # block has raised another one, as the user wants the run to end.
-            interrupt = self._delayed
-            self._delayed = None
-            if interrupt is not None:
-                raise interrupt
+            error = self._delayed_error
+            self._delayed_error = None
+            if error is not None:
+                raise error

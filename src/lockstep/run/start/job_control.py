@@ -67,7 +67,7 @@ class Keyboard:
         self.rank: Process | None = None
         """The rank that reads it; None if the launcher's group stays in the foreground."""
 
-    def keep_in_step(self, signal_ranks: Callable[[int], object]) -> None:
+    def pass_on_ctrl_z(self, signal_ranks: Callable[[int], object]) -> None:
         """Stops this process after the user has stopped the rank by Ctrl-Z, and continues the rank
         after the user has entered `fg`. It is called often.
 

@@ -25,13 +25,13 @@ _RECHECK_S = 0.1
 def end_with_descendants(
     find_processes: Callable[[], list[psutil.Process]], term_grace_s: float
 ) -> list[int]:
-    """Ends children of this process and all processes below them, first by SIGTERM, then by
-    SIGKILL.
+    """Ends processes and all their descendants, first by SIGTERM, then by SIGKILL.
 
-    They are listed again and again, as they may start others in the meantime.
+    The processes are children of this process, or of ranks that it has given up. They are listed
+    again and again, as they may start others in the meantime.
 
     Args:
-        find_processes: function that lists the children to end.
+        find_processes: function that lists the processes to end, without their descendants.
         term_grace_s: time between SIGTERM and SIGKILL, in seconds.
 
     Returns:
@@ -43,8 +43,8 @@ def end_with_descendants(
     terminated: set[psutil.Process] = set()
     processes: list[psutil.Process] = []
     while time.monotonic() < deadline:
-        children = find_processes()
-        processes = _with_descendants(children)
+        roots = find_processes()
+        processes = _with_descendants(roots)
         if not processes:
             break
 
@@ -56,27 +56,26 @@ def end_with_descendants(
 
         # A process can only wait for its own children. Grandchildren become children of this
         # process when their parents have ended, as it is a subreaper (see `parent_death`).
-        wait_for_ends({child.pid for child in children}, _RECHECK_S)
+        wait_for_ends({root.pid for root in roots}, _RECHECK_S)
 
-        # The call returns at once for children of ranks that were given up, as these are no
-        # children of this process.
+        # There is no waiting for children of given-up ranks, so sleep, to avoid a busy loop.
         time.sleep(MAX_POLL_S)
 
     return [process.pid for process in processes if not _has_ended_completely(process)]
 
 
 def end_process_groups(leaders: Iterable[int]) -> list[int]:
-    """Kills the process groups of ranks whose zygote is gone, and waits until they have ended.
+    """Kills the process groups of ranks whose fork server is gone, and waits until they have ended.
 
     The kernel kills these ranks, but not the processes that they have started, which keep what they
     have inherited, such as the connection to the launcher's store.
 
-    This is called right after the end of the zygote, so no other process has been given the id of
-    a rank yet.
+    This is called right after the end of the fork server, so no other process has been given the id
+    of a rank yet.
 
     Args:
-        leaders: the process ids of ranks that were running when the zygote ended. Each rank leads a
-            process group of its own.
+        leaders: the process ids of ranks that were running when the fork server ended. Each
+            rank leads a process group of its own.
 
     Returns:
         The ids of processes that have not ended although they were killed.
@@ -167,20 +166,24 @@ def wait_for_ends(pids: set[int], timeout: float) -> set[int]:
 def _has_ended_completely(process: psutil.Process) -> bool:
     """Returns True if a process has ended, whether or not its parent has collected its exit status.
 
-    The kernel shows a process as a zombie as soon as its main thread has ended. While another
-    thread still runs, or waits for a device, the process has not ended.
+    The kernel shows a process as a zombie as soon as its main thread has ended:
+
+        there is no such process                   True
+        it is a zombie with a single thread        True
+        it is a zombie with further threads        False: one still runs, or waits for a device
+        it is running                              False
     """
     import psutil
 
     try:
-        # The status is read first. If another process was given the process id before that,
-        # `is_running` notices it.
+        # `is_running` notices if another process has been given the process id. It comes after
+        # `status`, so the status is not that of another process.
         is_zombie = process.status() == psutil.STATUS_ZOMBIE
         if not process.is_running():
             return True
 
-        only_main_thread_is_left = process.num_threads() <= 1
-        return bool(is_zombie and only_main_thread_is_left)
+        has_single_thread = process.num_threads() <= 1
+        return bool(is_zombie and has_single_thread)
     except psutil.NoSuchProcess:
         return True
 

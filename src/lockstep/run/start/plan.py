@@ -168,7 +168,7 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
             "give a number, or --nproc cpu (one a core)",
         )
 
-    number = _parse_number(asked)
+    number = _parse_num_processes(asked)
     if number is None or number < 1:
         raise SettingError(
             f"--nproc {asked}",
@@ -178,8 +178,11 @@ def choose_nproc(asked: int | str, cores: int, gpus: int) -> int:
     return number
 
 
-def _parse_number(asked: int | str) -> int | None:
-    """Returns how many processes a number or a name stands for; None if it is neither."""
+def _parse_num_processes(asked: int | str) -> int | None:
+    """Returns how many processes a value of --nproc stands for; None if it is not valid.
+
+    "4" stands for 4, and "gpu" for the number of GPUs.
+    """
     with suppress(ValueError):
         return int(asked)
 

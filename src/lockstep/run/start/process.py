@@ -79,15 +79,15 @@ class Process:
     """Why the launcher gave up waiting for its end. Its `code` is then the one that it would have
     ended with."""
     fork_server_end: str = ""
-    """How the zygote ended, if that is why the rank was killed."""
+    """How the fork server ended, if that is why the rank was killed."""
     evidence_memory: EvidenceMemory | None = None
     """The memory that holds its evidence; None if the evidence is in its folder."""
     stderr_tail: RecentOutput = field(default_factory=RecentOutput)
     """The end of its standard error."""
 
     @property
-    def was_killed_with_zygote(self) -> bool:
-        """True if something killed the zygote, and the kernel then killed this rank."""
+    def was_killed_with_fork_server(self) -> bool:
+        """True if something killed the fork server, and the kernel then killed this rank."""
         return bool(self.fork_server_end)
 
     @property
@@ -156,7 +156,10 @@ def spawned_ranks(process: Process) -> list[Process]:
         heartbeat = read_heartbeat(Evidence.in_folder(folder).heartbeat)
         if heartbeat is None:  # this rank has not begun yet
             return []
-        code = 0 if (folder / RETURNED_FILE).exists() else None  # None: it is running
+        # The probe creates the file when the program of the rank has returned.
+        has_returned = (folder / RETURNED_FILE).exists()
+        code = 0 if has_returned else None  # None: it is running
+
         # On one machine, the rank and the local rank are the same.
         process_of_rank = Process(
             rank=index, local_rank=index, folder=folder, pid=heartbeat.pid, code=code
@@ -164,7 +167,8 @@ def spawned_ranks(process: Process) -> list[Process]:
         processes.append(process_of_rank)
 
     have_all_returned = all(spawned.code == 0 for spawned in processes)
-    if have_all_returned or (group / NOT_ONE_GROUP_FILE).exists():
+    are_one_group = not (group / NOT_ONE_GROUP_FILE).exists()
+    if have_all_returned or not are_one_group:
         return []
     return processes
 
@@ -259,7 +263,7 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         code=code,
         how=process.given_up or process.fork_server_end or describe_exit_code(code),
         given_up=process.given_up,
-        with_fork_server=process.was_killed_with_zygote,
+        with_fork_server=process.was_killed_with_fork_server,
         error=error,
         oom=oom,
         oom_detail=oom_detail or "",

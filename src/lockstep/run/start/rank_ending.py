@@ -157,24 +157,28 @@ class RankEnding:
                 self._ranks.read_events(timeout=0.2)
 
     def _give_up_unstarted(self) -> None:
-        """Gives up on ranks that were requested and not started, if the zygote does not answer.
+        """Gives up on ranks that were requested and not started, if the fork server does not
+        answer.
 
-        The zygote is killed. Otherwise the launcher would later wait for it again, when it asks the
-        zygote to end what ranks have left behind.
+        The fork server is then killed, as the launcher would wait for it again later, when it asks
+        it to end what ranks have left behind.
         """
         unstarted = [process for process in self._attempt.running if process.pid is None]
         if not unstarted:
             return
 
-        zygote_pid = self._ranks.zygote_pid
-        if self._late_end_of(zygote_pid).check() is not Progress.GIVEN_UP:
+        fork_server_pid = self._ranks.fork_server_pid
+        progress = self._late_end_of(fork_server_pid).check()  # first called after SIGKILL
+        fork_server_may_answer = progress is not Progress.GIVEN_UP
+        if fork_server_may_answer:
             return
+
         ranks = format_ranks(process.rank for process in unstarted)
         self._say(
-            f"{ranks}: not started: the fork server (process {zygote_pid}) does not answer: "
-            f"{describe_state(zygote_pid)}"
+            f"{ranks}: not started: the fork server (process {fork_server_pid}) does not answer: "
+            f"{describe_state(fork_server_pid)}"
         )
-        self._ranks.kill_zygote()
+        self._ranks.kill_fork_server()
 
     def _watch_end(self, process: Process, pid: int, since: str) -> None:
         """Announces that a rank's process is slow to end, and gives up on it if it does not end.
@@ -194,8 +198,10 @@ class RankEnding:
             f"{describe_state(pid)}"
         )
         if progress is Progress.GIVEN_UP:
+            # The kernel may know the exit code of a process that it has not removed yet. If not,
+            # SIGKILL, which the process was sent, counts as its end.
             code = exit_code_of_ending_process(pid)
-            if code is None:  # it is not known, and the rank was sent SIGKILL
+            if code is None:
                 code = -signal.SIGKILL
             self._ranks.give_up(process, code, text)
             self._say(f"rank {process.rank}: {text}; it is not waited for any longer")

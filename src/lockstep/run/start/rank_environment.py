@@ -46,7 +46,7 @@ def variables_of_all_ranks(
     if plan.gpus > 0:  # the ranks may use NCCL
         variables.update(_nccl_variables(plan, environ, interface, announce))
     variables.update(plan.environment)
-    if plan.chooses_threads:
+    if plan.chooses_threads:  # tells the rank that the user has not set the number of threads
         variables[CHOSEN_THREADS_VARIABLE] = plan.environment[THREADS_VARIABLE]
 
     # LAUNCHER_VARIABLE tells a process that it is a rank. A script that spawns its own ranks

@@ -62,7 +62,7 @@ def _interrupt_ends_block() -> Iterator[None]:
 def import_for_ranks(modules: Sequence[str]) -> None:
     """Imports the modules that every rank would import, without starting threads or using CUDA.
 
-    This is called in the zygote, of which the ranks are copies, so that they start quickly.
+    This is called in the fork server, of which the ranks are copies, so that they start quickly.
 
     Args:
         modules: names of further modules that these ranks would import.

@@ -63,16 +63,16 @@ def _run_ranks(content: bytes, facts: CallFacts, arguments: Sequence[str]) -> li
     """Runs the ranks of this node until they end, and returns the pickled value of each.
 
     Args:
-        content: the file with the call, as it was sent to this node: the user's function and its
-            arguments, behind the facts.
-        facts: the first part of that file.
+        content: the whole file with the call, as it was sent to this node: first the facts, then
+            the pickled function of the user and its arguments.
+        facts: the facts in this file.
         arguments: the arguments of this launcher: --nproc and torchrun's flags.
     """
     plan = _make_plan(facts, arguments)
 
     # What a rank runs: `run_sent_call`, which calls the user's function.
     pickled_call = pickle.dumps(functools.partial(run_sent_call, content))
-    modules_to_import = {*facts.modules, PICKLER}
+    modules_to_import = {*facts.modules, PICKLER}  # PICKLER unpickles the user's function
     return run_in_fresh_processes(
         pickled_call,
         modules_to_import,

@@ -26,8 +26,7 @@ def check_restart_may_help(failure: FirstFailure, max_restarts: int, *, is_elast
         LockstepError: the same failure came in the same step of an earlier attempt, or it is one
             that each attempt will meet, such as a wrong setting.
     """
-    if failure.is_repeated:
-        # Only a failure in a known step is repeated.
+    if failure.is_repeated:  # so its step is known
         raise _repeated_failure_error(step_of_key(failure.key), max_restarts)
 
     # Other machines may honour a setting that the present ones cannot honour.
@@ -72,8 +71,8 @@ def describe_restart(
         lost_machines: English text that names the machines that were lost; empty if none was.
         restarts_left: how often the ranks may still be restarted after a failure.
         is_counted: True if the ranks are restarted because of their failure, which uses up one of
-            --max-restarts. False if the reason is that the machines of the run have changed, even
-            if ranks have also failed before they could be ended.
+            --max-restarts. False if they are restarted because the machines of the run have
+            changed.
     """
     if lost_machines:
         what_follows = translate("starting the ranks of the other machines again")

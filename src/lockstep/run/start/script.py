@@ -1,8 +1,8 @@
 """Implements `lockstep run`: starts the ranks of a script on this machine, and returns the exit
 code.
 
-Ranks are either *warm*, copies of a process that has imported torch (the zygote), or *cold*, fresh
-interpreters. Warm ranks start much faster, but some requests and some scripts need cold ones.
+Ranks are either *warm*, copies of a process that has imported torch (the fork server), or *cold*,
+fresh interpreters. Warm ranks start much faster, but some requests and some scripts need cold ones.
 `run_script` prepares the warm process first, while no thread exists yet, and only then imports the
 modules that watch the ranks.
 """
@@ -25,6 +25,8 @@ from lockstep.machine.network import address_reaching, interface_of
 from lockstep.machine.topology import THREADS_VARIABLE
 from lockstep.run.run_folder import make_folder
 from lockstep.run.start import worker
+from lockstep.run.start.fork_server import ForkServer, FreshForkServer
+from lockstep.run.start.fork_server_process import serve
 from lockstep.run.start.machine import cores_allowed, read_machine
 from lockstep.run.start.openblas import limit_openblas
 from lockstep.run.start.plan import (
@@ -46,8 +48,6 @@ from lockstep.run.start.torchrun_flags import (
     parse_flags,
 )
 from lockstep.run.start.worker import LOCAL_RANK_MACRO, Command, Script
-from lockstep.run.start.zygote import FreshZygote, Zygote
-from lockstep.run.start.zygote_server import serve
 
 
 def plan_run(spec: LaunchSpec) -> LaunchPlan:
@@ -84,17 +84,25 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
 
     script = request.spec.script
     cold_reason = _why_cold(request, environ)
-    nproc = _nproc_known_early(request.flags)
+    nproc = _nproc_known_early(request.flags)  # 0 if it is not known yet
 
-    with _environment_with(_variables_for_imports(nproc, request.spec.settings, environ)):
+    variables = {}
+    if nproc > 0 and THREADS_VARIABLE not in environ:
+        # Libraries read the number of threads when they are imported, which is before the plan with
+        # all variables is made. A library that is loaded already is told the number.
+        num_threads = threads_per_process(cores_allowed(), nproc, request.spec.settings)
+        variables[THREADS_VARIABLE] = str(num_threads)
+        limit_openblas(num_threads)  # torch has loaded it if torchrun's flags were parsed
+
+    with _environment_with(variables):
         if cold_reason is None:
             import_for_ranks(request.hints.imports)
             cold_reason = _why_not_copied(script)
 
-        # The zygote is forked here, because many of the steps below start threads. It forks warm
-        # ranks at once, while this process still imports its own modules.
+        # The fork server is forked here, because many of the steps below start threads. It forks
+        # warm ranks at once, while this process still imports its own modules.
         spares = 0 if cold_reason else nproc
-        zygote = Zygote(lambda: worker.run_and_exit(script), spares)
+        fork_server = ForkServer(lambda: worker.run_and_exit(script), spares)
         try:
             with without_garbage_collection():
                 from lockstep.run.start.agent import run_agent
@@ -116,34 +124,14 @@ def run_script(spec: LaunchSpec, announce: Callable[[str], None]) -> int:
                 announce(_headline(plan))
 
             imports = [] if cold_reason else request.hints.imports
-            start_zygote = partial(_start_another_zygote, script, plan, imports)
-            agent = run_agent(plan, flags, zygote, folder, start_zygote)
+            start_fork_server = partial(_start_another_fork_server, script, plan, imports)
+            agent = run_agent(plan, flags, fork_server, folder, start_fork_server)
         finally:
-            zygote.close()
+            fork_server.close()
 
     if agent.failure is not None:
         announce(render_failure(agent.failure, translate))
     return agent.exit_code
-
-
-def _variables_for_imports(
-    nproc: int, settings: Mapping[str, object], environ: Mapping[str, str]
-) -> dict[str, str]:
-    """Returns OMP_NUM_THREADS with the number of threads, unless the user has set the variable.
-
-    Libraries read it when they are imported, which is before the plan with all variables is made. A
-    library that has been loaded already is told the number here.
-
-    Args:
-        nproc: number of ranks on this machine; 0 if it is not known yet.
-        settings: the settings that were given.
-        environ: the launcher's own variables.
-    """
-    if nproc == 0 or THREADS_VARIABLE in environ:
-        return {}
-    num_threads = threads_per_process(cores_allowed(), nproc, settings)
-    limit_openblas(num_threads)  # it was loaded with torch if torchrun's flags were parsed
-    return {THREADS_VARIABLE: str(num_threads)}
 
 
 def _headline(plan: LaunchPlan) -> str:
@@ -159,32 +147,35 @@ def _headline(plan: LaunchPlan) -> str:
     return f"{headline}: {notes}"
 
 
-def _start_another_zygote(script: Script, plan: LaunchPlan, imports: Sequence[str]) -> Zygote:
-    """Starts a zygote that replaces one that was killed.
+def _start_another_fork_server(
+    script: Script, plan: LaunchPlan, imports: Sequence[str]
+) -> ForkServer:
+    """Starts a fork server that replaces one that was killed.
 
     It runs in a new interpreter, since this process has threads by now and cannot be forked.
 
     Args:
         script: the script that warm ranks run.
         plan: the plan of the run.
-        imports: names of the modules that the zygote imports, so that warm ranks need not do it.
+        imports: names of the modules that the fork server imports, so that warm ranks need not
+            do it.
     """
     program = (
         f"import sys; sys.path.insert(0, {worker.PACKAGES_FOLDER!r}); "
-        f"from {__name__} import zygote_main; zygote_main(*sys.argv[1:])"
+        f"from {__name__} import fork_server_main; fork_server_main(*sys.argv[1:])"
     )
     arguments = [json.dumps(asdict(script)), json.dumps(list(imports))]
     command = [sys.executable, "-u", "-c", program, *arguments]
-    return FreshZygote(command, {**os.environ, **plan.environment})
+    return FreshForkServer(command, {**os.environ, **plan.environment})
 
 
-def zygote_main(script: str, imports: str, control: str) -> NoReturn:
-    """Runs a zygote in a new interpreter, see `_start_another_zygote`.
+def fork_server_main(script: str, imports: str, control: str) -> NoReturn:
+    """Runs a fork server in a new interpreter, see `_start_another_fork_server`.
 
     Args:
         script: the fields of a `Script`, as JSON.
         imports: names of modules, as JSON.
-        control: descriptor of the zygote's control socket.
+        control: descriptor of the fork server's control socket.
     """
     sys.path.remove(worker.PACKAGES_FOLDER)  # it was only needed to import this module
     fields = json.loads(script)
@@ -297,25 +288,29 @@ def _plan_on_this_machine(
     if spec.keep_in_memory:
         check_keep_in_memory(flags)
 
-    # A script that numbers its processes itself takes the address at which they meet as an
-    # argument: `--dist-url=tcp://10.0.0.1:1234`. Find the network interface that leads there.
-    meeting_interface = None
-    host = meeting_host(spec.script.arguments)  # "10.0.0.1"; None without such an argument
-    if host is not None:
-        own_address = address_reaching(host)  # this machine's address on a connection to the host
-        if own_address is not None:
-            meeting_interface = interface_of(own_address)
-
-    _, most_nodes = node_numbers(flags.nnodes)
+    _, max_nodes = node_numbers(flags.nnodes)
     plan = make_plan(
         spec,
         machine,
         environ,
         nproc,
-        one_node=most_nodes == 1,
-        meeting_interface=meeting_interface,
+        one_node=max_nodes == 1,
+        meeting_interface=_meeting_interface(spec.script.arguments),
     )
     return plan, flags
+
+
+def _meeting_interface(arguments: Sequence[str]) -> str | None:
+    """Returns the interface that leads to the host at which the script's processes meet.
+
+    A script that numbers its processes itself takes the address of this host as an argument, such
+    as `--dist-url=tcp://10.0.0.1:1234`. None if there is no such argument, or no such interface.
+    """
+    host = meeting_host(arguments)  # "10.0.0.1"
+    if host is None:
+        return None
+    own_address = address_reaching(host)  # this machine's address on a connection to the host
+    return None if own_address is None else interface_of(own_address)
 
 
 def _with_source_hints(plan: LaunchPlan, hints: SourceHints, cold_reason: str | None) -> LaunchPlan:

@@ -143,7 +143,8 @@ class Sink:
             except BlockingIOError:
                 return
             except OSError as error:
-                # EPIPE: the reader of the pipe has ended. EIO: the terminal is gone.
+                # EPIPE: the reader of the pipe has ended. EIO: the terminal is gone. Any other
+                # error, such as a full disk, is told to the user (`message_on_lost_output`).
                 if error.errno not in (errno.EPIPE, errno.EIO):
                     self._error = error.strerror
                 self._is_closed = True

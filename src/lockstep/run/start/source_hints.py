@@ -256,10 +256,10 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
     functions whose names are not mentioned by code that certainly runs. The bodies of loops and of
     `try` are assumed to run.
     """
-    unseen_bodies: dict[str, list[ast.stmt]] = {}
+    body_of_unmentioned: dict[str, list[ast.stmt]] = {}  # by the name of the function
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
-            unseen_bodies[node.name] = node.body
+            body_of_unmentioned[node.name] = node.body
 
     nodes: list[ast.AST] = []
     pending = [tree]
@@ -268,12 +268,12 @@ def _nodes_that_certainly_run(tree: ast.AST) -> list[ast.AST]:
         nodes.append(node)
 
         # A function whose name is mentioned is called, or passed on as in `mp.spawn(train)`. Its
-        # body is taken only once, also if it calls itself.
+        # body is added at the first mention only, as it may call itself.
         name = _last_name(node)  # empty if the node is no name
-        pending += unseen_bodies.pop(name, [])
+        if name in body_of_unmentioned:
+            pending += body_of_unmentioned.pop(name)
 
         for child in ast.iter_child_nodes(node):
-            # The body of a function is added above, if its name is mentioned.
             if not isinstance(child, ast.FunctionDef) and not _is_conditional(child):
                 pending.append(child)
 
@@ -324,7 +324,7 @@ def modules_hidden_by_loaded(folder: str, loaded: Mapping[str, ModuleType]) -> l
     """
     try:
         paths = list(Path(folder).iterdir())
-    except OSError:  # a zip file
+    except OSError:  # the script is in a zip file, say
         return []
 
     names = []
@@ -336,22 +336,19 @@ def modules_hidden_by_loaded(folder: str, loaded: Mapping[str, ModuleType]) -> l
 
         name = path.name.partition(".")[0]  # "a" for "a.cpython-312-x86_64-linux-gnu.so"
         module = loaded.get(name)
-        if _is_from_elsewhere(module, path.parent.resolve()):
+        if module is not None and _is_from_elsewhere(module, path.parent.resolve()):
             names.append(path.name)
 
     return sorted(names)
 
 
-def _is_from_elsewhere(module: ModuleType | None, folder: Path) -> bool:
+def _is_from_elsewhere(module: ModuleType, folder: Path) -> bool:
     """Returns True if a module was imported from another folder than the given one.
 
     Args:
-        module: the imported module; None if no module of the name was imported.
+        module: the imported module.
         folder: the script's folder.
     """
-    if module is None:  # it was not imported, so it hides nothing
-        return False
-
     # Python finds modules that are built in or frozen before it searches any folder. So a fresh
     # interpreter would use them too, and not a file of the name in the folder.
     file = getattr(module, "__file__", None)

@@ -1,7 +1,7 @@
 """Implements `lockstep.launch`, which runs a function on several processes, from Python or a
 notebook.
 
-Each process is a *rank*, forked from a *zygote*. There are two kinds of zygotes:
+Each process is a *rank*, forked from a *fork server*. There are two kinds of fork servers:
 
 - A fresh interpreter that has imported torch. Its ranks import the user's script, as processes of
   multiprocessing do (start method "spawn"), and read the pickled call. No code of the user's has
@@ -39,6 +39,8 @@ from lockstep.machine.topology import threads_set_by_user
 from lockstep.run.run_folder import make_folder
 from lockstep.run.start import worker
 from lockstep.run.start.cuda_state import how_cuda_was_initialised
+from lockstep.run.start.fork_server import ForkServer, FreshForkServer
+from lockstep.run.start.fork_server_messages import unnamed_file
 from lockstep.run.start.function_worker import (
     RESULT_NAME,
     FunctionCall,
@@ -50,8 +52,6 @@ from lockstep.run.start.machine import read_machine
 from lockstep.run.start.plan import LaunchPlan, LaunchSpec, choose_nproc, make_plan
 from lockstep.run.start.process import Attempt
 from lockstep.run.start.source_hints import large_modules, read_script
-from lockstep.run.start.zygote import FreshZygote, Zygote
-from lockstep.run.start.zygote_messages import unnamed_file
 from lockstep.wording import count_noun, format_ranks
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ _SHUTDOWN_TIMEOUT_S = 3.0
 """A rank that was asked to end is killed after this time."""
 _ONE_MACHINE_FLAGS = ("--standalone", "--nnodes=1")
 """torchrun's flags for one machine, which take precedence over its `PET_` variables."""
-_FRESH_ZYGOTE_PROGRAM = """\
+_FRESH_FORK_SERVER_PROGRAM = """\
 import json, sys
 sys.path = json.loads(sys.argv[1])
-from lockstep.run.start.function_worker import zygote_main
-zygote_main(*map(json.loads, sys.argv[2:]))
+from lockstep.run.start.function_worker import fork_server_main
+fork_server_main(*map(json.loads, sys.argv[2:]))
 """
 
 
@@ -186,7 +186,7 @@ def launch(
     )
     if pickled_call is None:
         threads = threads_set_by_user({**os.environ, **users_variables})
-        return _run_with_zygote(_fork_zygote(call, threads), None, plan, launch_text)
+        return _run_with_fork_server(_fork_this_process(call, threads), None, plan, launch_text)
     return run_in_fresh_processes(pickled_call, _probable_imports(fn), plan, launch_text)
 
 
@@ -207,25 +207,28 @@ def run_in_fresh_processes(
     Raises:
         RankFailedError, UsageError, KeyboardInterrupt, SystemExit: see `launch`.
     """
-    start_zygote = functools.partial(_start_fresh_zygote, modules, pickled_call, plan)
-    return _run_with_zygote(start_zygote(), start_zygote, plan, launch_text)
+    start_fork_server = functools.partial(_start_fresh_fork_server, modules, pickled_call, plan)
+    return _run_with_fork_server(start_fork_server(), start_fork_server, plan, launch_text)
 
 
-def _run_with_zygote(
-    zygote: Zygote, start_zygote: Callable[[], Zygote] | None, plan: LaunchPlan, launch_text: str
+def _run_with_fork_server(
+    fork_server: ForkServer,
+    start_fork_server: Callable[[], ForkServer] | None,
+    plan: LaunchPlan,
+    launch_text: str,
 ) -> list[Any]:
     """Runs the ranks of this machine; see `run_in_fresh_processes`.
 
     Args:
-        zygote: the process that forks the ranks.
-        start_zygote: function that starts another zygote if this one is killed; None if there can
-            be no other one.
+        fork_server: the process that forks the ranks.
+        start_fork_server: function that starts another fork server if this one is killed; None
+            if there can be no other one.
         plan: the plan of the run.
         launch_text: text that names the launch in errors.
     """
-    with contextlib.closing(zygote):
-        # These imports take long. They come after the zygote is started, which imports torch in
-        # the meantime.
+    with contextlib.closing(fork_server):
+        # These imports take long. They come after the fork server is started, which imports torch
+        # in the meantime.
         from lockstep.run.start.agent import run_agent
         from lockstep.run.start.torchrun_flags import parse_flags
 
@@ -234,7 +237,8 @@ def _run_with_zygote(
         keep_folder = flags.log_dir is not None
         folder = make_folder(flags.log_dir, plan.script.path)
         try:
-            agent = run_agent(plan, flags, zygote, folder, start_zygote)  # until the ranks end
+            # This returns when the ranks have ended.
+            agent = run_agent(plan, flags, fork_server, folder, start_fork_server)
             _raise_if_interrupted(agent)
             return _returned_values(agent, launch_text, plan.timeout)
         except RankFailedError:
@@ -341,11 +345,11 @@ def _check_copies_can_use_gpus(
     )
 
 
-# Starting the zygote
+# Starting the fork server
 
 
-def _fork_zygote(call: FunctionCall, threads_asked_for: int | None) -> Zygote:
-    """Starts a zygote that is a copy of this process.
+def _fork_this_process(call: FunctionCall, threads_asked_for: int | None) -> ForkServer:
+    """Starts a fork server that is a copy of this process.
 
     Args:
         call: what the ranks run.
@@ -354,7 +358,7 @@ def _fork_zygote(call: FunctionCall, threads_asked_for: int | None) -> Zygote:
     with warnings.catch_warnings():
         # Since Python 3.12 os.fork warns if this process has threads.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return Zygote(lambda: run_copy(call, threads_asked_for))
+        return ForkServer(lambda: run_copy(call, threads_asked_for))
 
 
 def _probable_imports(fn: Callable[..., Any]) -> set[str]:
@@ -373,11 +377,13 @@ def _probable_imports(fn: Callable[..., Any]) -> set[str]:
     return imports
 
 
-def _start_fresh_zygote(modules: Iterable[str], pickled_call: bytes, plan: LaunchPlan) -> Zygote:
-    """Starts a zygote in a new interpreter.
+def _start_fresh_fork_server(
+    modules: Iterable[str], pickled_call: bytes, plan: LaunchPlan
+) -> ForkServer:
+    """Starts a fork server in a new interpreter.
 
     Args:
-        modules: names of the modules that the zygote imports for the ranks.
+        modules: names of the modules that the fork server imports for the ranks.
         pickled_call: the pickled call, which the ranks read from a file without a name.
         plan: the plan of the run.
     """
@@ -393,8 +399,8 @@ def _start_fresh_zygote(modules: Iterable[str], pickled_call: bytes, plan: Launc
         python = os.fsdecode(multiprocessing.spawn.get_executable())
         options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         arguments = [json.dumps(import_path), json.dumps(sorted(modules)), str(file.fileno())]
-        command = [python, *options, "-c", _FRESH_ZYGOTE_PROGRAM, *arguments]
-        return FreshZygote(command, {**os.environ, **plan.environment}, [file.fileno()])
+        command = [python, *options, "-c", _FRESH_FORK_SERVER_PROGRAM, *arguments]
+        return FreshForkServer(command, {**os.environ, **plan.environment}, [file.fileno()])
 
 
 def _preparation_data() -> dict[str, Any]:
@@ -428,14 +434,14 @@ def _raise_if_interrupted(agent: Agent) -> None:
 
 def _signal_that_ended(agent: Agent) -> int | None:
     """Returns the number of the signal that ended a run from outside; None if none did."""
-    # The signal has ended the ranks: it was sent to this process or, if it was Ctrl-C, to the only
-    # rank.
+    # If the signal has ended the ranks, it was sent to this process or, in case of Ctrl-C, to the
+    # only rank.
     failure = agent.failure
     if failure is not None and failure.kind == "interrupted":
-        return failure.exit_code - EXIT_SIGNAL
+        return failure.exit_code - EXIT_SIGNAL  # the exit code is 128 + the number of the signal
 
-    # The signal was sent to this process, but no rank had been started yet, or another failure had
-    # ended the ranks before.
+    # The signal may also have come before any rank was started, or after another failure had ended
+    # the ranks.
     if agent.received_signal is not None:
         return agent.received_signal.signal
     return None

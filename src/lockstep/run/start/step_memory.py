@@ -62,11 +62,10 @@ class StepMemory:
             variables["LOCKSTEP_KEEP_EVERY_STEP"] = "1"
         return variables
 
-    def seals(self) -> list[frozenset[bytes]]:
-        """Returns the seals of the steps that each rank has kept, by local rank.
+    def kept_steps(self) -> list[frozenset[bytes]]:
+        """Returns the steps that each rank has kept completely, by local rank.
 
-        A seal is unique: when a rank keeps a step, there is one that was not there before. Copies
-        for other machines are left out.
+        A step is given by its seal, which is unique. Copies for other machines are left out.
         """
         seals_of_ranks = []
         # The areas of one rank follow each other; those for its own steps come first.
@@ -77,20 +76,20 @@ class StepMemory:
         return seals_of_ranks
 
     def have_all_kept_since(
-        self, seals_before: Sequence[frozenset[bytes]], local_ranks: Iterable[int]
+        self, kept_before: Sequence[frozenset[bytes]], local_ranks: Iterable[int]
     ) -> bool:
-        """Returns True if each of the given ranks has kept a step since its seals were read.
+        """Returns True if each of the given ranks has kept a step that is not in `kept_before`.
 
         Args:
-            seals_before: what `seals` has returned then.
+            kept_before: what `kept_steps` has returned before.
             local_ranks: the ranks.
         """
-        seals = self.seals()
-        if not seals:  # there is no memory for steps
+        kept_now = self.kept_steps()
+        if not kept_now:  # there is no memory for steps
             return False
         for local_rank in local_ranks:
-            has_new_seal = bool(seals[local_rank] - seals_before[local_rank])
-            if not has_new_seal:
+            new_steps = kept_now[local_rank] - kept_before[local_rank]
+            if not new_steps:
                 return False
         return True
 

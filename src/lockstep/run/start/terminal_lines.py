@@ -35,7 +35,8 @@ def last_state(line: bytes) -> bytes:
     if b"\r" not in line and b"\x1b" not in line:
         return line
 
-    # To erase the line is to draw a blank: "10%<erase>" becomes "10%\r \r".
+    # To erase a line is to go to its beginning (\r), to draw a blank, and to go back there:
+    # "10%<erase>20%" becomes "10%\r \r20%".
     line = _ERASE_LINE.sub(b"\r \r", line)
     line = _CURSOR_OR_TITLE.sub(b"", line)
 

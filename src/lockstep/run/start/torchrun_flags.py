@@ -149,10 +149,10 @@ class TorchrunFlags:
         return [*self.words_without(name), name, value]
 
     def _flags_of_words(self) -> list[_GivenFlag]:
-        """Splits the command line into flags.
+        """Splits the command line into flags: `--nnodes 2 --rdzv-id=7` has two.
 
-        Each word that begins with two hyphens begins a flag. Another word is the value of the flag
-        before it.
+        Each word that begins with two hyphens begins a flag, as the first word does. Another word
+        is the value of the flag before it.
         """
         flags: list[_GivenFlag] = []
         for word in self.words:
@@ -160,7 +160,8 @@ class TorchrunFlags:
                 name, _, value = word.partition("=")
                 flags.append(_GivenFlag(name=name.replace("_", "-"), value=value, words=(word,)))
             else:
-                flags[-1] = flags[-1]._replace(value=word, words=(*flags[-1].words, word))
+                flag = flags.pop()
+                flags.append(flag._replace(value=word, words=(*flag.words, word)))
         return flags
 
 
@@ -297,7 +298,8 @@ def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
     if flags.rdzv_backend == "static":  # torchrun's default
         options["rank"] = flags.node_rank
 
-    # Port 0 stands for any free port, so that two runs on the machine do not meet.
+    # A run on one machine whose port does not matter becomes a c10d run, whatever the backend. It
+    # gets any free port (0), so that two runs on the machine do not meet.
     if flags.standalone or _any_port_will_do(flags, most_nodes):
         backend = "c10d"
         endpoint = "localhost:0"
@@ -457,11 +459,13 @@ def _check_names(flags: argparse.Namespace) -> None:
 
 
 def _check_folder(flags: argparse.Namespace) -> None:
-    """Checks that --log-dir is neither a file nor a path of another system."""
+    """Checks that --log-dir is neither a file nor a path of another system, such as Windows."""
     folder = flags.log_dir
-    if folder is not None:
-        check_path_of_this_system(f"--log-dir {folder}", folder)
-    if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
+    if folder is None:
+        return
+
+    check_path_of_this_system(f"--log-dir {folder}", folder)
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise SettingError(
             f"--log-dir {folder}",
             "it is no folder, and Lockstep keeps the ranks' logs and evidence in one",
@@ -470,9 +474,10 @@ def _check_folder(flags: argparse.Namespace) -> None:
 
 
 def _check_devices(flags: argparse.Namespace, nproc: int) -> None:
-    """Checks that --virtual-local-rank, which shows each rank only its own GPU, has a GPU for each.
+    """Checks that there is a GPU for each process if --virtual-local-rank is given.
 
-    The GPUs are those that CUDA_VISIBLE_DEVICES lists. If it is not set, nothing is checked.
+    With this flag, each rank sees only its own GPU. The GPUs are those that CUDA_VISIBLE_DEVICES
+    lists. If it is not set, nothing is checked.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not flags.virtual_local_rank or visible is None:

@@ -45,7 +45,7 @@ def never_reads_arguments(script: Script) -> bool:
         seen.add(path)
 
         imported_files = _files_imported_by(path, Path(script.folder))
-        if imported_files is None:
+        if imported_files is None:  # this file, or a module that it imports, may read the arguments
             return False
         pending += imported_files
     return True
@@ -134,8 +134,8 @@ def _files_of_module(module: str, own_folder: Path, script_folder: Path) -> list
         files += [path for path in candidates if path.is_file()]
         folder = folder / name
 
-    # `from . import name`, where the name is that of a function: the package that the dot stands
-    # for defines it.
+    # In `from . import name`, the name may be that of a function, which the `__init__.py` of the
+    # package defines.
     is_relative = module.startswith(".")
     package_file = start_folder / "__init__.py"
     if is_relative and not files and package_file.is_file():
@@ -146,8 +146,16 @@ def _files_of_module(module: str, own_folder: Path, script_folder: Path) -> list
 def _start_folder(module: str, own_folder: Path, script_folder: Path) -> Path:
     """Returns the folder in which the first part of a module's name is searched for.
 
-    One dot before the name stands for the folder of the file with the import, two dots for the
-    folder above it, and so on. The arguments are those of `_files_of_module`.
+    For an import in the file `a/b/train.py`, beside the script `run.py`:
+
+        utils.io      the folder of the script
+        .utils.io     a/b, the folder of the file with the import
+        ..utils.io    a, the folder above it
+
+    Args:
+        module: the name of the module.
+        own_folder: the folder of the file with the import.
+        script_folder: the folder of the script.
     """
     num_dots = len(module) - len(module.lstrip("."))
     if num_dots == 0:

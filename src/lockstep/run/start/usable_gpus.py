@@ -40,7 +40,8 @@ class UsableGpus:
             attempt: the last attempt.
 
         Returns:
-            The number of GPUs that are left, and so of ranks; None if none was left out.
+            The number of ranks of the next attempt, one for each GPU that is left; None if no GPU
+            was left out.
 
         Raises:
             LockstepError: the run may not go on with fewer ranks on this machine.

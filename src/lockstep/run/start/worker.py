@@ -1,9 +1,10 @@
 """Runs the user's script in a rank as `__main__`, in the same way as `python script.py`.
 
-A *warm* rank is a copy of the zygote, a process that has imported torch; it runs `run_and_exit`. A
-*cold* rank is a fresh interpreter, which executes the `Command` of `fresh_interpreter`. Both
-install the *probe*, which makes the rank visible to the launcher, and then run the script. If an
-exception ends the script, it is recorded in the rank's *evidence*, files that the launcher reads.
+A *warm* rank is a copy of the fork server, a process that has imported torch; it runs
+`run_and_exit`. A *cold* rank is a fresh interpreter, which executes the `Command` of
+`fresh_interpreter`. Both install the *probe*, which makes the rank visible to the launcher, and
+then run the script. If an exception ends the script, it is recorded in the rank's *evidence*, files
+that the launcher reads.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class Command(NamedTuple):
 
 
 def run_and_exit(script: Script) -> NoReturn:
-    """Runs the script in a copy of the zygote, and then ends the process as the interpreter would.
+    """Runs the script in a copy of the fork server, and then ends the process as the interpreter
+    would.
 
     It never returns, as the functions that have called it belong to the launcher.
     """
@@ -195,14 +197,17 @@ def _run_watched(script: Script, folder: Path) -> None:
 
 
 def reset_after_fork() -> None:
-    """Resets state that libraries have set up in the zygote, and that this copy must not share."""
-    # If numpy.random was imported in the zygote, it has drawn a random state there, and all ranks
-    # would have the same state. Draw another one.
+    """Resets state that libraries have set up in the fork server, and that this copy must not
+    share.
+    """
+    # If numpy.random was imported in the fork server, it has drawn a random state there, and all
+    # ranks would have the same state. Draw another one.
     random = sys.modules.get("numpy.random")
     if random is not None:
         random.seed()
 
-    # torch and NumPy have read the number of threads in the zygote, where it may have been another.
+    # torch and NumPy have read the number of threads in the fork server, where it may have been
+    # another.
     torch = sys.modules.get("torch")
     setting = os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and setting.isdigit():
@@ -234,8 +239,8 @@ def _open_output(descriptor: int, name: str) -> None:
         descriptor: 1 or 2.
         name: `stdout` or `stderr`.
     """
-    # `sys.__stdout__` is None if this process was started without the stream, and `sys.stdout` was
-    # set later.
+    # `sys.__stdout__`, the stream that Python has opened, is None if this process was started
+    # without one. Then `sys.stdout` was set later.
     old_stream = getattr(sys, f"__{name}__") or getattr(sys, name)
     stream = io.TextIOWrapper(
         io.FileIO(descriptor, "w", closefd=False),
@@ -244,7 +249,7 @@ def _open_output(descriptor: int, name: str) -> None:
         line_buffering=os.isatty(descriptor),
         write_through=True,  # keeps nothing in a buffer
     )
-    stream.mode = "w"  # type: ignore[misc]  # as `open` sets it
+    stream.mode = "w"  # type: ignore[misc]  # scripts may read it, as `open` sets it
     setattr(sys, name, stream)
     setattr(sys, f"__{name}__", stream)
 
@@ -283,7 +288,7 @@ def _set_address_for_script_processes() -> None:
     os.environ["MASTER_PORT"] = str(free_port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
-    # In this process alone, torch connects to the launcher's store as before.
+    # This process, too, now reads 40000 from MASTER_PORT. Here torch connects to 29500 instead.
     redirect_store(from_port=free_port, to_port=launchers_port)
 
 
@@ -451,7 +456,8 @@ def install_after_exec() -> None:
     probe.install(evidence)
     watch_executed(evidence)  # this program may execute yet another one
 
-    # `errors` asks this before it prints an error of Lockstep's that ends the rank.
+    # `errors` calls this function before it prints an error of Lockstep's that ends the rank, to
+    # know whether the launcher prints the error.
     errors.leave_to_launcher = _leave_to_launcher
 
     original_excepthook = sys.excepthook
@@ -500,8 +506,12 @@ def _run_module(script: Script) -> None:
 
     # With `python -m`, `sys.argv[0]` becomes the path of the module's file. For a folder or zip
     # file it stays the path that the user gave.
-    name = script.path if script.module else "__main__"
-    alter_argv = script.module
+    if script.module:
+        name = script.path  # `python -m NAME`
+        alter_argv = True
+    else:
+        name = "__main__"
+        alter_argv = False
     try:
         runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
     except SystemExit as end:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def begin() -> None:
-    """Does what this module is for, and then what Python would have done without it."""
+    """Prepares a rank for its probe, and then imports the user's `sitecustomize`, as Python would
+    have done without this file.
+    """
     restore_search_path()
 
     # `exec_hook` has described the rank in this variable: {"pid": 4242, "lockstep_folder": "/..."}.
@@ -27,6 +29,7 @@ def begin() -> None:
         rank = json.loads(description)
         is_rank = rank["pid"] == os.getpid()  # otherwise this process is a child of the rank
         if is_rank:
+            # Installs the probe as soon as the program has imported torch.
             sys.meta_path.insert(0, AfterTorch(folder_of_lockstep=rank["lockstep_folder"]))
 
     # At its start, Python imports the first module called `sitecustomize` that it finds, which was

@@ -1,4 +1,4 @@
-"""The zygote alone, with small work in place of a script."""
+"""The fork server alone, with small work in place of a script."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from lockstep.run.start import left_behind
+from lockstep.run.start.fork_server import ForkServer, FreshForkServer
 from lockstep.run.start.left_behind import _has_ended_completely, end_with_descendants
-from lockstep.run.start.zygote import FreshZygote, Zygote
 
 pytestmark = pytest.mark.launcher
 
@@ -52,15 +52,15 @@ def work() -> NoReturn:
 def started(
     *hows: str,
     command: tuple[str, ...] = (),
-    make: Callable[[], Zygote] = lambda: Zygote(work),
-) -> Iterator[tuple[Zygote, list[int], int]]:
-    """A zygote with one rank a way of working; their processes, and what they write."""
-    zygote = make()
+    make: Callable[[], ForkServer] = lambda: ForkServer(work),
+) -> Iterator[tuple[ForkServer, list[int], int]]:
+    """A fork server with one rank a way of working; their processes, and what they write."""
+    fork_server = make()
     reader, writer = os.pipe()
     try:
         for rank, how in enumerate(hows):
             with open(os.devnull) as null:
-                zygote.start(
+                fork_server.start(
                     rank,
                     {"HOW": how},
                     (null.fileno(), writer, writer),
@@ -70,19 +70,19 @@ def started(
         os.close(writer)
         pids = []
         while len(pids) < len(hows):
-            events = zygote.events(timeout=10)
+            events = fork_server.events(timeout=10)
             pids += [event.pid for event in events if event.code is None]
-        yield zygote, pids, reader
+        yield fork_server, pids, reader
     finally:
         os.close(reader)
-        zygote.close()
+        fork_server.close()
 
 
-def ends(zygote: Zygote, number: int) -> dict[int, int]:
+def ends(fork_server: ForkServer, number: int) -> dict[int, int]:
     """The codes of ranks, waited for."""
     found: dict[int, int] = {}
     while len(found) < number:
-        for event in zygote.events(timeout=20):
+        for event in fork_server.events(timeout=20):
             if event.code is not None:
                 found[event.local_rank] = event.code
     return found
@@ -112,13 +112,13 @@ def gone(pid: int) -> bool:
     return True
 
 
-def made_ahead(number: int) -> tuple[Zygote, list[int]]:
-    """A zygote that has made so many ranks before they are asked for, and these."""
-    zygote = Zygote(work, number)
-    process = psutil.Process(zygote.pid)
+def made_ahead(number: int) -> tuple[ForkServer, list[int]]:
+    """A fork server that has made so many ranks before they are asked for, and these."""
+    fork_server = ForkServer(work, number)
+    process = psutil.Process(fork_server.pid)
     while len(process.children()) < number:
-        zygote.events(timeout=0.05)
-    return zygote, [child.pid for child in process.children()]
+        fork_server.events(timeout=0.05)
+    return fork_server, [child.pid for child in process.children()]
 
 
 def channels(pid: int) -> set[str]:
@@ -133,17 +133,17 @@ def channels(pid: int) -> set[str]:
 def test_spares_become_ranks_first() -> None:
     inherited = channels(os.getpid())
     made, ahead = made_ahead(2)
-    with started("wait", "wait", "wait", make=lambda: made) as (zygote, pids, reader):
+    with started("wait", "wait", "wait", make=lambda: made) as (fork_server, pids, reader):
         read(reader, 3)
         inherited |= channels(os.getpid())
         assert set(pids[:2]) == set(ahead)
         assert pids[2] not in ahead
-        for pid in pids:  # nothing of the zygote's is left in them
-            # Pipes that a library makes anew in each copy are not shared with the zygote.
-            assert channels(pid) & channels(zygote.pid) <= inherited
+        for pid in pids:  # nothing of the fork server's is left in them
+            # Pipes that a library makes anew in each copy are not shared with the fork server.
+            assert channels(pid) & channels(fork_server.pid) <= inherited
             assert os.getsid(pid) == pid
-        zygote.signal([0, 1, 2], signal.SIGTERM)
-        assert ends(zygote, 3) == dict.fromkeys(range(3), -signal.SIGTERM)
+        fork_server.signal([0, 1, 2], signal.SIGTERM)
+        assert ends(fork_server, 3) == dict.fromkeys(range(3), -signal.SIGTERM)
 
 
 def test_a_spare_that_has_ended_is_replaced() -> None:
@@ -156,7 +156,7 @@ def test_a_spare_that_has_ended_is_replaced() -> None:
         assert ahead[0] not in pids
 
 
-def test_spares_that_are_never_asked_for_end_with_the_zygote() -> None:
+def test_spares_that_are_never_asked_for_end_with_the_fork_server() -> None:
     made, ahead = made_ahead(3)
     with started("wait", make=lambda: made) as (_, _, reader):
         read(reader, 1)
@@ -169,16 +169,16 @@ def test_spares_that_are_never_asked_for_end_with_the_zygote() -> None:
 
 def test_a_rank_has_its_own_session_variables_and_streams() -> None:
     before = dict(os.environ)
-    zygote = Zygote(work)
+    fork_server = ForkServer(work)
     reader, writer = os.pipe()
     try:
-        zygote.start(3, {"HOW": "tell"}, (writer, writer, writer), own_session=True)
+        fork_server.start(3, {"HOW": "tell"}, (writer, writer, writer), own_session=True)
         os.close(writer)
-        assert ends(zygote, 1) == {3: 5}
+        assert ends(fork_server, 1) == {3: 5}
         assert read(reader, 3) == ["True", "tell", "True"]
     finally:
         os.close(reader)
-        zygote.close()
+        fork_server.close()
     assert dict(os.environ) == before
 
 
@@ -198,46 +198,46 @@ def test_a_command_may_be_longer_than_a_message() -> None:
 
 
 def test_a_command_that_does_not_exist_ends_with_exit_code_127() -> None:
-    zygote = Zygote(work)
+    fork_server = ForkServer(work)
     reader, writer = os.pipe()
     try:
-        zygote.start(0, {}, (writer, writer, writer), own_session=True, command=("/no/such",))
+        fork_server.start(0, {}, (writer, writer, writer), own_session=True, command=("/no/such",))
         os.close(writer)
-        assert ends(zygote, 1) == {0: 127}
+        assert ends(fork_server, 1) == {0: 127}
         assert os.read(reader, 1000) == b"/no/such: No such file or directory\n"
     finally:
         os.close(reader)
-        zygote.close()
+        fork_server.close()
 
 
 def test_signals_reach_the_ranks_named_and_their_children() -> None:
-    with started("wait", "child") as (zygote, _, reader):
+    with started("wait", "child") as (fork_server, _, reader):
         words = read(reader, 4)
         child = next(int(word) for word in words if word.isdigit())
-        zygote.signal([1], signal.SIGTERM)
-        assert ends(zygote, 1) == {1: -signal.SIGTERM}
+        fork_server.signal([1], signal.SIGTERM)
+        assert ends(fork_server, 1) == {1: -signal.SIGTERM}
         assert gone(child)
-        zygote.signal([0], signal.SIGKILL)
-        assert ends(zygote, 1) == {0: -signal.SIGKILL}
+        fork_server.signal([0], signal.SIGKILL)
+        assert ends(fork_server, 1) == {0: -signal.SIGKILL}
 
 
 def test_a_stopped_rank_is_continued_to_take_a_signal() -> None:
-    with started("wait") as (zygote, [pid], reader):
+    with started("wait") as (fork_server, [pid], reader):
         read(reader, 1)
         os.kill(pid, signal.SIGSTOP)
-        zygote.signal([0], signal.SIGTERM)
-        assert ends(zygote, 1) == {0: -signal.SIGTERM}
+        fork_server.signal([0], signal.SIGTERM)
+        assert ends(fork_server, 1) == {0: -signal.SIGTERM}
 
 
-def test_the_end_of_the_zygote_is_reported_and_ends_the_ranks() -> None:
-    with started("stubborn") as (zygote, [pid], reader):
+def test_the_end_of_the_fork_server_is_reported_and_ends_the_ranks() -> None:
+    with started("stubborn") as (fork_server, [pid], reader):
         read(reader, 1)
-        os.kill(zygote.pid, signal.SIGKILL)
+        os.kill(fork_server.pid, signal.SIGKILL)
         assert gone(pid)
         with pytest.raises(ChildProcessError, match="is gone"):
-            zygote.events(timeout=10)
+            fork_server.events(timeout=10)
         with pytest.raises(ChildProcessError, match="is gone"):
-            zygote.start(1, {}, (0, 1, 2), own_session=True)
+            fork_server.start(1, {}, (0, 1, 2), own_session=True)
 
 
 def test_closing_ends_ranks_that_ignore_sigterm() -> None:
@@ -249,11 +249,11 @@ def test_closing_ends_ranks_that_ignore_sigterm() -> None:
 LAUNCHER = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from test_zygote import work, fresh, started, read, Zygote
-make = fresh if sys.argv[2] == "fresh" else lambda: Zygote(work, 1)
-with started("wait", "stubborn", "session", make=make) as (zygote, pids, reader):
+from test_fork_server import work, fresh, started, read, ForkServer
+make = fresh if sys.argv[2] == "fresh" else lambda: ForkServer(work, 1)
+with started("wait", "stubborn", "session", make=make) as (fork_server, pids, reader):
     words = read(reader, 5)
-    print(zygote.pid, *pids, *filter(str.isdigit, words), flush=True)
+    print(fork_server.pid, *pids, *filter(str.isdigit, words), flush=True)
     sys.stdin.read()
 """
 
@@ -277,25 +277,25 @@ def test_nothing_outlives_a_launcher_that_was_killed(how: str) -> None:
 
 
 def test_a_process_that_a_rank_leaves_in_another_session_goes_on() -> None:
-    with started("leave") as (zygote, _, reader):
+    with started("leave") as (fork_server, _, reader):
         pid = next(int(word) for word in read(reader, 2) if word.isdigit())
-        assert ends(zygote, 1) == {0: 0}
+        assert ends(fork_server, 1) == {0: 0}
     left = psutil.Process(pid)
-    assert left.ppid() != zygote.pid
+    assert left.ppid() != fork_server.pid
     left.kill()
     assert gone(pid)
 
 
 def test_processes_left_behind_are_ended_on_request_and_ranks_are_not() -> None:
-    with started("leave", "wait") as (zygote, pids, reader):
+    with started("leave", "wait") as (fork_server, pids, reader):
         words = read(reader, 3)
         left = next(int(word) for word in words if word.isdigit())
-        assert ends(zygote, 1) == {0: 0}
-        zygote.end_left_behind()
+        assert ends(fork_server, 1) == {0: 0}
+        fork_server.end_left_behind()
         assert gone(left)
-        zygote.signal([1], signal.SIGTERM)
-        assert ends(zygote, 1) == {1: -signal.SIGTERM}
-        zygote.end_left_behind()  # nothing is left
+        fork_server.signal([1], signal.SIGTERM)
+        assert ends(fork_server, 1) == {1: -signal.SIGTERM}
+        fork_server.end_left_behind()  # nothing is left
     assert gone(pids[1])
 
 
@@ -355,40 +355,40 @@ def test_a_process_whose_main_thread_has_ended_has_not_ended_itself() -> None:
 FRESH = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from lockstep.run.start.zygote_server import serve
-from test_zygote import work
+from lockstep.run.start.fork_server_process import serve
+from test_fork_server import work
 serve(int(sys.argv[2]), work)
 """
 
 
-def fresh() -> FreshZygote:
+def fresh() -> FreshForkServer:
     line = [sys.executable, "-c", FRESH, os.path.dirname(__file__)]
-    return FreshZygote(line, os.environ)
+    return FreshForkServer(line, os.environ)
 
 
-def test_a_fresh_zygote_starts_ranks() -> None:
-    zygote = fresh()
+def test_a_fresh_fork_server_starts_ranks() -> None:
+    fork_server = fresh()
     reader, writer = os.pipe()
     try:
-        zygote.start(3, {"HOW": "tell"}, (writer, writer, writer), own_session=True)
-        assert ends(zygote, 1) == {3: 5}
+        fork_server.start(3, {"HOW": "tell"}, (writer, writer, writer), own_session=True)
+        assert ends(fork_server, 1) == {3: 5}
         assert read(reader, 3) == ["True", "tell", "True"]
-        zygote.start(4, {"HOW": "wait"}, (writer, writer, writer), own_session=True)
+        fork_server.start(4, {"HOW": "wait"}, (writer, writer, writer), own_session=True)
         os.close(writer)
         assert read(reader, 1) == ["ready"]
-        assert os.getpgid(zygote.pid) == zygote.pid
-        zygote.signal([4], signal.SIGTERM)
-        assert ends(zygote, 1) == {4: -signal.SIGTERM}
+        assert os.getpgid(fork_server.pid) == fork_server.pid
+        fork_server.signal([4], signal.SIGTERM)
+        assert ends(fork_server, 1) == {4: -signal.SIGTERM}
     finally:
         os.close(reader)
-        zygote.close()
-    assert gone(zygote.pid)
+        fork_server.close()
+    assert gone(fork_server.pid)
 
 
-def test_a_fresh_zygote_that_ends_at_once_raises_an_error() -> None:
-    zygote = FreshZygote([sys.executable, "-S", "-c", "raise SystemExit(3)"], os.environ)
+def test_a_fresh_fork_server_that_ends_at_once_raises_an_error() -> None:
+    fork_server = FreshForkServer([sys.executable, "-S", "-c", "raise SystemExit(3)"], os.environ)
     try:
         with pytest.raises(ChildProcessError, match="is gone"):
-            zygote.events(timeout=20)
+            fork_server.events(timeout=20)
     finally:
-        zygote.close()
+        fork_server.close()

@@ -1,13 +1,13 @@
-"""Starts the zygote, a process that has imported torch, and has it fork, signal and end ranks.
+"""Starts the fork server, a process that has imported torch, and has it fork, signal and end ranks.
 
-This is the launcher's side. `zygote_server` runs in the zygote itself, and `zygote_messages`
-defines what the two send each other.
+This is the launcher's side. `fork_server_process` runs in the fork server itself, and
+`fork_server_messages` defines what the two send each other.
 
-The zygote is forked from the launcher before any thread exists (`Zygote`), or is a new interpreter
-if the launcher is a program of the user's (`FreshZygote`).
+The fork server is forked from the launcher before any thread exists (`ForkServer`), or is a new
+interpreter if the launcher is a program of the user's (`FreshForkServer`).
 
-When the zygote ends, the kernel kills the ranks, but not what they have started, such as the
-workers of a DataLoader. If something has killed the zygote, the launcher ends those: see
+When the fork server ends, the kernel kills the ranks, but not what they have started, such as the
+workers of a DataLoader. If something has killed the fork server, the launcher ends those: see
 `left_behind.end_process_groups`.
 """
 
@@ -25,8 +25,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lockstep.run.start.left_behind import KILL_TIMEOUT_S, MAX_POLL_S
-from lockstep.run.start.zygote_messages import (
+from lockstep.run.start.fork_server_messages import (
     Event,
     RankRequest,
     control_sockets,
@@ -35,17 +34,18 @@ from lockstep.run.start.zygote_messages import (
     receive,
     send_rank_request,
 )
-from lockstep.run.start.zygote_server import Work, ZygoteServer
+from lockstep.run.start.fork_server_process import ForkServerProcess, Work
+from lockstep.run.start.left_behind import KILL_TIMEOUT_S, MAX_POLL_S
 
-_ZYGOTE_GONE = "the process that starts the ranks is gone"
+_FORK_SERVER_GONE = "the process that starts the ranks is gone"
 _LEFT_BEHIND_TIMEOUT_S = 10.0
 """How long the launcher waits for the end of processes left behind by ranks."""
-_ZYGOTE_TIMEOUT_S = 15.0
-"""How long the launcher waits for the end of the zygote, which has to end the ranks first."""
+_FORK_SERVER_TIMEOUT_S = 15.0
+"""How long the launcher waits for the end of the fork server, which has to end the ranks first."""
 
 
-class Zygote:
-    """The launcher's side of the zygote.
+class ForkServer:
+    """The launcher's side of the fork server.
 
     Args:
         work: function that every rank runs, with its variables in `os.environ`. It must not return.
@@ -56,12 +56,12 @@ class Zygote:
     """
 
     _code: int | None = None
-    """The exit code of the zygote; None while it is not known to have ended."""
+    """The exit code of the fork server; None while it is not known to have ended."""
     _num_left_behind_requests = 0
-    """How often the zygote was asked to end what ranks have left behind."""
+    """How often the fork server was asked to end what ranks have left behind."""
 
     def __init__(self, work: Work, spares: int = 0) -> None:
-        launchers_end, zygotes_end = control_sockets()
+        launchers_end, servers_end = control_sockets()
 
         # Otherwise every copy would write the buffered output once more.
         sys.stdout.flush()
@@ -72,12 +72,12 @@ class Zygote:
         if self.pid == 0:
             launchers_end.close()
             try:
-                ZygoteServer(zygotes_end, work, spares).serve()
+                ForkServerProcess(servers_end, work, spares).serve()
             finally:
                 os._exit(1)
 
         gc.unfreeze()
-        zygotes_end.close()
+        servers_end.close()
         self._socket = launchers_end
 
     def start(
@@ -97,27 +97,29 @@ class Zygote:
             streams: descriptors that become its standard input, output and error.
             own_session: whether the rank gets a session of its own. Otherwise it stays in the
                 session of the terminal, and reads the keyboard.
-            command: program that the rank executes; empty if it stays a copy of the zygote, and
-                calls the function `work` that the zygote was created with.
+            command: program that the rank executes; empty if it stays a copy of the fork
+                server, and calls the function `work` that the fork server was created with.
 
         Raises:
-            ChildProcessError: the zygote is gone.
+            ChildProcessError: the fork server is gone.
         """
         request = RankRequest(local_rank, dict(environment), own_session, list(command))
         try:
             send_rank_request(self._socket, request, streams)
         except (BrokenPipeError, ConnectionResetError):
-            raise ChildProcessError(_ZYGOTE_GONE) from None
+            raise ChildProcessError(_FORK_SERVER_GONE) from None
 
     def signal(self, ranks: Iterable[int], number: int) -> None:
         """Sends a signal to the process groups of those of the ranks that are still running."""
         request = {"signal": number, "ranks": list(ranks)}
-        with contextlib.suppress(OSError):  # the zygote is gone, and the ranks with it
+        with contextlib.suppress(OSError):  # the fork server is gone, and the ranks with it
             self._socket.send(json.dumps(request).encode())
 
     def give_up(self, rank: int) -> None:
-        """Tells the zygote not to wait for a rank any longer, because its process does not end."""
-        with contextlib.suppress(OSError):  # the zygote is gone
+        """Tells the fork server not to wait for a rank any longer, because its process does not
+        end.
+        """
+        with contextlib.suppress(OSError):  # the fork server is gone
             self._socket.send(json.dumps({"give_up": rank}).encode())
 
     def end_left_behind(self) -> list[int]:
@@ -127,11 +129,11 @@ class Zygote:
 
         Returns:
             The ids of processes that have not ended although they were killed. Also empty if the
-            zygote is gone, or does not answer in time.
+            fork server is gone, or does not answer in time.
         """
         self._num_left_behind_requests += 1
         request = self._num_left_behind_requests
-        with contextlib.suppress(OSError):  # the zygote is gone
+        with contextlib.suppress(OSError):  # the fork server is gone
             self._socket.send(json.dumps({"left_behind": request}).encode())
 
             deadline = time.monotonic() + _LEFT_BEHIND_TIMEOUT_S
@@ -151,7 +153,7 @@ class Zygote:
             timeout: how long to wait for the first event, in seconds.
 
         Raises:
-            ChildProcessError: the zygote is gone.
+            ChildProcessError: the fork server is gone.
         """
         events = []
         for message in self._messages(timeout):
@@ -161,13 +163,13 @@ class Zygote:
         return events
 
     def _messages(self, timeout: float) -> list[Any]:
-        """Returns the messages of the zygote that have arrived since the last call.
+        """Returns the messages of the fork server that have arrived since the last call.
 
         Args:
             timeout: how long to wait for the first message, in seconds.
 
         Raises:
-            ChildProcessError: the zygote is gone.
+            ChildProcessError: the fork server is gone.
         """
         messages: list[Any] = []
         while True:
@@ -177,46 +179,46 @@ class Zygote:
                 return messages
 
             data, _ = receive(self._socket)  # one message, as the socket keeps messages apart
-            if not data:  # the zygote has closed its end
+            if not data:  # the fork server has closed its end
                 if not messages:
-                    raise ChildProcessError(_ZYGOTE_GONE)
+                    raise ChildProcessError(_FORK_SERVER_GONE)
                 return messages  # the next call will raise the error
 
             messages.append(json.loads(data))
 
     @property
     def has_ended(self) -> bool:
-        """True if the zygote is gone because something has killed it."""
+        """True if the fork server is gone because something has killed it."""
         return self._ends_within(0.0)
 
     def kill(self) -> None:
-        """Kills the zygote, and the kernel its ranks. It does not wait for their end."""
+        """Kills the fork server, and the kernel its ranks. It does not wait for their end."""
         if not self.has_ended:
             os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends the zygote and every rank that is still running, and waits until the zygote has
-        ended.
+        """Ends the fork server and every rank that is still running, and waits until the fork
+        server has ended.
         """
         if self._socket.fileno() >= 0:  # it has not been closed before
             self._socket.close()
             self.wait()
 
     def wait(self) -> int:
-        """Waits until the zygote has ended, and kills it if it does not end in time.
+        """Waits until the fork server has ended, and kills it if it does not end in time.
 
         Returns:
-            Its exit code, or minus the number of the signal that ended it. A zygote that does not
-            even end after that is reported as killed.
+            Its exit code, or minus the number of the signal that ended it. A fork server that does
+            not even end after that is reported as killed.
         """
-        if not self._ends_within(_ZYGOTE_TIMEOUT_S):
+        if not self._ends_within(_FORK_SERVER_TIMEOUT_S):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             self._ends_within(KILL_TIMEOUT_S)
         return -signal.SIGKILL if self._code is None else self._code
 
     def _ends_within(self, timeout: float) -> bool:
-        """Returns True if the zygote ends within `timeout` seconds, and notes its exit code."""
+        """Returns True if the fork server ends within the timeout, and notes its exit code."""
         deadline = time.monotonic() + timeout
         interval_s = 0.0005
         while self._code is None:
@@ -229,17 +231,17 @@ class Zygote:
         return True
 
     def _poll(self) -> int | None:
-        """Returns the zygote's exit code, see `wait`, or None if it has not ended."""
+        """Returns the fork server's exit code, see `wait`, or None if it has not ended."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return None if pid == 0 else os.waitstatus_to_exitcode(status)
 
 
-class FreshZygote(Zygote):
-    """A zygote in a new interpreter, which shares no memory with the launcher.
+class FreshForkServer(ForkServer):
+    """A fork server in a new interpreter, which shares no memory with the launcher.
 
     Args:
         command: the program. The descriptor of its control socket is appended as the last argument;
-            the program must call `zygote_server.serve` with it.
+            the program must call `fork_server_process.serve` with it.
         environment: all environment variables of the program.
         files: other descriptors that it inherits.
 
@@ -250,9 +252,9 @@ class FreshZygote(Zygote):
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], files: Sequence[int] = ()
     ) -> None:
-        launchers_end, zygotes_end = control_sockets()
-        with zygotes_end:
-            control = zygotes_end.fileno()
+        launchers_end, servers_end = control_sockets()
+        with servers_end:
+            control = servers_end.fileno()
             self._process = subprocess.Popen(
                 [*command, str(control)],
                 env=environment,

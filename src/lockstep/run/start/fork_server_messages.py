@@ -1,4 +1,4 @@
-"""Defines the messages between the launcher and the zygote, which forks the ranks.
+"""Defines the messages between the launcher and the fork server, which forks the ranks.
 
 They talk over a socket that keeps messages apart. The launcher sends requests:
 
@@ -9,8 +9,8 @@ They talk over a socket that keeps messages apart. The launcher sends requests:
     {"left_behind": 2}                 end the processes that ranks have left behind; this is the
                                        second request to do so
 
-The zygote sends an `Event`, as a JSON list, when it has started a rank and when a rank has ended.
-When it has ended what ranks have left behind, it sends a JSON object:
+The fork server sends an `Event`, as a JSON list, when it has started a rank and when a rank has
+ended. When it has ended what ranks have left behind, it sends a JSON object:
 
     {"left_behind": 2, "not_ended": [4711]}   this answers the second request; process 4711 does
                                               not end
@@ -56,7 +56,7 @@ class Event(NamedTuple):
 
 
 def read_event(message: Any) -> Event | None:
-    """Returns the event that a message of the zygote is; None if the message is an answer."""
+    """Returns the event that a message of the fork server is; None if the message is an answer."""
     return Event(*message) if isinstance(message, list) else None
 
 
@@ -71,7 +71,7 @@ def answer_on_left_behind(request: int, pids: Sequence[int]) -> dict[str, Any]:
 
 
 def read_answer_on_left_behind(message: Any, request: int) -> list[int] | None:
-    """Returns the process ids in a message of the zygote that answers a request.
+    """Returns the process ids in a message of the fork server that answers a request.
 
     Args:
         message: the message.
@@ -97,14 +97,14 @@ class RankRequest(NamedTuple):
     own_session: bool
     """True if it gets a session of its own, False if it stays in that of the terminal."""
     command: list[str]
-    """The program that it executes; empty if it stays a copy of the zygote."""
+    """The program that it executes; empty if it stays a copy of the fork server."""
 
 
 def send_rank_request(channel: socket.socket, request: RankRequest, streams: Iterable[int]) -> None:
     """Sends the request for a rank.
 
     Args:
-        channel: the launcher's end of the socket to the zygote.
+        channel: the launcher's end of the socket to the fork server.
         request: the request.
         streams: descriptors that become the rank's standard input, output and error.
     """

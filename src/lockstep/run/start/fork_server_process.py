@@ -1,23 +1,24 @@
-"""Runs in the zygote: the process that has imported torch, and from which ranks are forked.
+"""Runs in the fork server: the process that has imported torch, and from which ranks are forked.
 
-`zygote.Zygote` is the launcher's side of it, and `zygote_messages` defines what the two send each
-other. The zygote has a single thread and does nothing but fork, reap and signal. So it can be
-forked safely, and eight ranks start about as fast as one. As the ranks' parent, it is the only
-process that signals them, so it never signals another process that has been given an old process
-id.
+`fork_server.ForkServer` is the launcher's side of it, and `fork_server_messages` defines what the
+two send each other. The fork server has a single thread and does nothing but fork, reap and signal.
+So it can be forked safely, and eight ranks start about as fast as one. As the ranks' parent, it is
+the only process that signals them, so it never signals another process that has been given an old
+process id.
 
-A *spare* is a copy of the zygote that waits until it is told to become a rank. Forking a process
-that has imported torch takes 10 ms or more. So the ranks of the first attempt are forked as spares
-before they are requested, while the launcher is still importing modules.
+A *spare* is a copy of the fork server that waits until it is told to become a rank. Forking a
+process that has imported torch takes 10 ms or more. So the ranks of the first attempt are forked as
+spares before they are requested, while the launcher is still importing modules.
 
-When the launcher ends, for whatever reason, its end of the socket is closed. The zygote then ends
-every rank and everything that ranks have started: as a *subreaper* it becomes the parent of
+When the launcher ends, for whatever reason, its end of the socket is closed. The fork server then
+ends every rank and everything that ranks have started: as a *subreaper* it becomes the parent of
 processes whose parent has ended (see `parent_death`), so it finds what ranks have *left behind*.
 The launcher asks for the same after a failure, after Ctrl-C and before a restart. Processes left
 behind by ranks that have all ended well are not touched.
 
-Some processes do not end at any signal, see `late_end`. The zygote does not wait for them forever:
-the launcher decides when to *give up* on a rank, and when the zygote ends, init takes over.
+Some processes do not end at any signal, see `late_end`. The fork server does not wait for them
+forever: the launcher decides when to *give up* on a rank, and when the fork server ends, init takes
+over.
 """
 
 from __future__ import annotations
@@ -34,6 +35,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.run.machines.run_token import TOKEN_VARIABLE
+from lockstep.run.start.fork_server_messages import (
+    START,
+    Event,
+    answer_on_left_behind,
+    control_sockets,
+    read_rank_request,
+    receive,
+)
 from lockstep.run.start.job_control import set_foreground_group
 from lockstep.run.start.left_behind import (
     KILL_TIMEOUT_S,
@@ -42,14 +51,6 @@ from lockstep.run.start.left_behind import (
     wait_for_ends,
 )
 from lockstep.run.start.parent_death import become_subreaper, die_with_parent
-from lockstep.run.start.zygote_messages import (
-    START,
-    Event,
-    answer_on_left_behind,
-    control_sockets,
-    read_rank_request,
-    receive,
-)
 
 if TYPE_CHECKING:
     import psutil
@@ -72,22 +73,22 @@ _LAUNCHER_GONE_GRACE_S = 2.0
 
 
 def serve(control: int, work: Work) -> NoReturn:
-    """Runs the zygote's own side in a new interpreter, see `zygote.FreshZygote`.
+    """Runs the fork server's own side in a new interpreter, see `fork_server.FreshForkServer`.
 
     Args:
-        control: descriptor of the zygote's socket.
-        work: function that every rank runs, see `zygote.Zygote`.
+        control: descriptor of the fork server's socket.
+        work: function that every rank runs, see `fork_server.ForkServer`.
     """
     os.set_inheritable(control, False)
-    ZygoteServer(socket.socket(fileno=control), work).serve()
+    ForkServerProcess(socket.socket(fileno=control), work).serve()
     os._exit(1)
 
 
-class ZygoteServer:
+class ForkServerProcess:
     """Forks ranks when the launcher asks for them, signals them, and reports their ends.
 
     Args:
-        control: the zygote's end of the socket to the launcher.
+        control: the fork server's end of the socket to the launcher.
         work: function that every rank runs.
         spares: number of ranks that are forked before they are requested.
     """
@@ -152,7 +153,7 @@ class ZygoteServer:
 
     def _prepare_signals(self) -> None:
         """Ignores the signals that are for the launcher, and makes SIGCHLD wake up `serve`."""
-        # Ctrl-C is for the launcher, which decides what to do, and the zygote must outlive the
+        # Ctrl-C is for the launcher, which decides what to do, and the fork server must outlive the
         # ranks.
         for number in (*ENDING_SIGNALS, signal.SIGTSTP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
@@ -190,7 +191,8 @@ class ZygoteServer:
     def _handle_short_request(self, request: Mapping[str, Any]) -> None:
         """Handles a request to end or to signal processes.
 
-        {"left_behind": 2}                 end what ranks have left behind, for the second time
+        {"left_behind": 2}                 end what ranks have left behind; this is the second
+                                           such request, and the answer repeats the number
         {"give_up": 3}                     do not wait for the end of rank 3 any longer
         {"signal": 15, "ranks": [0, 1]}    send ranks 0 and 1 SIGTERM
         """
@@ -274,19 +276,19 @@ class ZygoteServer:
     def _fork_spare(self) -> None:
         """Forks a spare: a copy of this process that waits until it is told to become a rank."""
         parent = os.getpid()
-        zygotes_end, spares_end = control_sockets()
+        servers_end, spares_end = control_sockets()
         with spares_end:
             try:
                 pid = os.fork()
             except OSError:
-                zygotes_end.close()
+                servers_end.close()
                 raise
 
             if pid == 0:  # in the spare
                 try:
-                    zygotes_end.close()
-                    self._separate_from_zygote(parent)
-                    # The zygote sends the files of a rank as the order to become that rank. If
+                    servers_end.close()
+                    self._separate_from_fork_server(parent)
+                    # The fork server sends the files of a rank as the order to become that rank. If
                     # there are none, it has closed its end.
                     _, files_of_rank = receive(spares_end)
                     spares_end.close()
@@ -294,23 +296,23 @@ class ZygoteServer:
                         self._become_rank(files_of_rank)
                 finally:
                     # Only reached if the spare is not needed, or after an error, as `_become_rank`
-                    # does not return. The spare must not go on as a second zygote.
+                    # does not return. The spare must not go on as a second fork server.
                     os._exit(1)
 
-        self.spares[pid] = zygotes_end
+        self.spares[pid] = servers_end
 
-    def _separate_from_zygote(self, parent: int) -> None:
-        """Separates a spare from the zygote that it was forked from. The spare calls this.
+    def _separate_from_fork_server(self, parent: int) -> None:
+        """Separates a spare from the fork server that it was forked from. The spare calls this.
 
-        It closes the zygote's own descriptors, which it has inherited, and ends when the zygote
-        does.
+        It closes the fork server's own descriptors, which it has inherited, and ends when the fork
+        server does.
 
         Args:
-            parent: process id of the zygote.
+            parent: process id of the fork server.
         """
         die_with_parent(parent)
 
-        # The pipe through which signals wake up the zygote. With -1, no signal writes to it.
+        # The pipe through which signals wake up the fork server. With -1, no signal writes to it.
         signal.set_wakeup_fd(-1)
         os.close(self.wake_reader)
         os.close(self.wake_writer)
@@ -338,7 +340,7 @@ class ZygoteServer:
             os.setpgid(0, 0)
             set_foreground_group(streams[0], os.getpgrp())
 
-        # Replace the signal handlers inherited from the zygote by those of a new process.
+        # Replace the signal handlers inherited from the fork server by those of a new process.
         for number in (*ENDING_SIGNALS, signal.SIGCHLD, signal.SIGTSTP, signal.SIGUSR1):
             if number in self.ignored:  # the launcher ignores it
                 signal.signal(number, signal.SIG_IGN)
@@ -370,10 +372,9 @@ class ZygoteServer:
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_reader, 4096)
 
-        # While ranks are running, processes that ranks have left behind are collected here too.
-        # Once no rank is running, all children are such processes, and `end_with_descendants`
-        # collects them.
-        while self.rank_of_pid or self.spares or self.given_up:
+        # Other children are processes that ranks have left behind. They are collected here as long
+        # as there are ranks or spares, and by `end_with_descendants` afterwards.
+        while self._has_ranks_or_spares():
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:  # there are no children
@@ -381,6 +382,10 @@ class ZygoteServer:
             if pid == 0:  # all children are still running
                 return
             self._note_end(pid, os.waitstatus_to_exitcode(status))
+
+    def _has_ranks_or_spares(self) -> bool:
+        """Returns True if a rank, also one that was given up, or a spare has not ended."""
+        return bool(self.rank_of_pid or self.given_up or self.spares)
 
     def _note_end(self, pid: int, code: int) -> None:
         """Notes the end of a child, and reports it if the child was a rank.
@@ -440,14 +445,16 @@ class ZygoteServer:
         for channel in self.spares.values():
             channel.close()  # a spare ends when its channel is closed
 
-        # A process that does not end even now is given up; its children are ended below.
+        # A process that does not end even now is given up. `_children_left_behind` lists its
+        # children, too.
         pids = {*self.rank_of_pid, *self.spares}
         not_ended = wait_for_ends(pids, KILL_TIMEOUT_S)
         self.given_up |= not_ended
         self.rank_of_pid.clear()
         self.spares.clear()
 
-        # Kill what the ranks have left behind at once: it has had time to end while they had.
+        # Kill what the ranks have left behind. It gets no SIGTERM before: it had the time that the
+        # ranks got to end.
         if ranks_were_running:
             end_with_descendants(self._children_left_behind, term_grace_s=0.0)
 
