@@ -411,7 +411,7 @@ def _print_contents(contents: Contents, sort: str, limit: int) -> None:
     if contents.training:  # tensors of the training state, such as the optimizer's
         _print_totals("training state", contents.training)
     if contents.extra:
-        _say(f"other values: {', '.join(contents.extra)}")
+        _say(f"besides tensors: {', '.join(contents.extra)}")
 
 
 def _print_tensors(all_tensors: Mapping[str, LazyTensor], sort: str, limit: int) -> None:

@@ -327,7 +327,7 @@ def choose_nccl_interfaces(
         return None
 
     reason = (
-        f"by itself NCCL would use {', '.join(unusable)}, judging by the name loopback or an "
-        "interface to containers of this machine"
+        f"by itself NCCL would use {', '.join(unusable)}, by the name loopback or an interface to "
+        "containers of this machine"
     )
     return "=" + ",".join(usable), reason
