@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,8 @@ def test_ranks_that_are_alone_on_their_machines_meet_at_a_loopback_master(
 
     topology = detect(environment(0))
     assert topology is not None
-    assert parse_init_method(topology, None) == Endpoint("127.0.0.1", port, at_loopback=True)
+    endpoint = Endpoint("127.0.0.1", port, processes_meet_at_loopback=True)
+    assert parse_init_method(topology, None) == endpoint
     assert run_ranks(where_rank_0_listens, 2, environment=environment) == [["127.0.0.1"], []]
 
 
@@ -277,6 +279,32 @@ def test_two_ranks_0_and_nobody_else(free_port: Callable[[], int]) -> None:
     environment = by_hand(2, free_port())
     outcomes = run_ranks(try_to_join_patiently, 2, None, 600, environment=lambda p: environment(0))
     same(outcomes, DuplicateRankError, "two processes claim rank 0: process ")
+
+
+def try_init(**arguments: Any) -> Outcome:
+    """The class and text of the error of `lockstep.init`."""
+    join_protocol.READING_GRACE_S = ranks.HANG_S
+    with pytest.raises(LockstepError) as error:
+        lockstep.init(device="cpu", join_timeout=600, **arguments)
+    return type(error.value).__name__, str(error.value)
+
+
+def test_ranks_that_the_script_has_started_under_a_launcher(free_port: Callable[[], int]) -> None:
+    # As if the script of rank 0 had called `mp.spawn`: the processes inherit its variables.
+    rank_0 = by_hand(2, free_port())(0) | {"LOCKSTEP_LAUNCHER": "lockstep run"}
+    words = (
+        "; the script has started this process itself, in a rank of lockstep run",
+        "without torch.multiprocessing.spawn, or start the script with --nproc 1",
+    )
+
+    outcomes = run_ranks(try_init, 2, environment=lambda p: rank_0)
+    same(outcomes, DuplicateRankError, "two processes claim rank 0: process ", *words)
+
+    outcomes = run_ranks(partial(try_init, rank=1, world_size=2), 1, environment=lambda p: rank_0)
+    same(outcomes, SettingError, "lockstep run says rank 0 of 2", *words)
+
+    by_launcher = run_ranks(partial(try_init, rank=1), 1, environment=lambda p: by_hand(2)(0))
+    assert "the script has started" not in by_launcher[0][1]
 
 
 def test_disagreeing_world_sizes(place: Place) -> None:

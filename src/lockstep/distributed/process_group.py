@@ -34,12 +34,21 @@ from lockstep.distributed.backend import choose_backend, close_group, open_group
 from lockstep.distributed.collectives import Collectives
 from lockstep.distributed.device import choose_device
 from lockstep.distributed.manifest import collect
-from lockstep.errors import LockstepError, SettingError, UsageError, set_rank, warn
+from lockstep.errors import (
+    DuplicateRankError,
+    LockstepError,
+    SettingError,
+    UsageError,
+    WorldSizeError,
+    set_rank,
+    warn,
+)
 from lockstep.machine import network, process_copy
 from lockstep.machine.topology import (
     SET_BY_SCRIPT,
     Topology,
     detect,
+    launcher_above_script,
     port,
     threads_set_by_user,
 )
@@ -179,7 +188,8 @@ def join_run(
     global _current_run
     _check_in_no_run()
 
-    topology = _find_topology(environ, settings.init_method, rank, world_size)
+    with _explaining_processes_of_script(environ):
+        topology = _find_topology(environ, settings.init_method, rank, world_size)
     set_rank(topology.rank if topology.size > 1 else None)  # errors name this rank from here on
 
     if topology.size == 1 and number_among_spawned() == 1:  # one of them says it for all
@@ -192,7 +202,8 @@ def join_run(
     joined = None
     try:
         if topology.size > 1:
-            joined = _meet_other_ranks(topology, settings, environ)
+            with _explaining_processes_of_script(environ):
+                joined = _meet_other_ranks(topology, settings, environ)
             topology = topology.with_hosts(joined.hosts)
         run, choices = _set_up_run(topology, settings, environ, joined)
     except BaseException:
@@ -206,6 +217,27 @@ def join_run(
 
     _current_run = run
     return run, choices
+
+
+@contextmanager
+def _explaining_processes_of_script(environ: Mapping[str, str]) -> Iterator[None]:
+    """Adds to errors about this process's rank that the script itself has started the process.
+
+    If each rank of a launcher calls `torch.multiprocessing.spawn`, several processes have the same
+    rank.
+    """
+    try:
+        yield
+    except (SettingError, DuplicateRankError, WorldSizeError) as error:
+        launcher = launcher_above_script(environ)
+        if launcher is None:
+            raise
+        raise type(error)(
+            error.was_set,
+            f"{error.found}; the script has started this process itself, in a rank of {launcher}",
+            "let one of them start the processes: call the function without "
+            "torch.multiprocessing.spawn, or start the script with --nproc 1",
+        ) from None
 
 
 def _check_in_no_run() -> None:

@@ -17,6 +17,7 @@ are used under all of them.
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -299,6 +300,25 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
     if not by_torch_elastic:
         _check_agrees_with_scheduler(topology, environ)
     return topology
+
+
+def launcher_above_script(environ: Environ) -> str | None:
+    """Returns the launcher of the rank whose script has started this process by multiprocessing.
+
+    Such a process, of `torch.multiprocessing.spawn` for example, inherits the variables of the
+    rank. None in the rank itself, and without a launcher.
+    """
+    import multiprocessing  # here, as the launcher does without it
+
+    parent = multiprocessing.parent_process()
+    # A copy of a launching program (`lockstep.launch`) is a process of multiprocessing too, but it
+    # is the rank itself, and its own parent there.
+    if parent is None or parent.pid == os.getpid():
+        return None
+
+    if environ.get(LAUNCHER_VARIABLE):
+        return environ[LAUNCHER_VARIABLE]
+    return "torchrun" if "TORCHELASTIC_RUN_ID" in environ else None
 
 
 class _PlaceOnMachine(NamedTuple):
