@@ -181,9 +181,11 @@ def test_as_many_steps_are_compared_as_time_allows(tmp_path: Path) -> None:
     script.write_text(REBUILT)
     whole = warm.verify(script, batch_times=2, steps=50, seconds=600.0).lines()
     assert (len(whole), "all 4 optimizer steps" in whole[0]) == (1, True)
-    first, until = warm.verify(script, batch_times=2, steps=50, seconds=0.0).lines()
+    first, until, then = warm.verify(script, batch_times=2, steps=50, seconds=0.0).lines()
     assert "the first 3 optimizer steps" in first
     assert until == "  until   step 3, batch 3 of 4 of epoch 1; what comes later is not compared"
+    assert then == "  then    3 steps took more than 0 seconds: `--steps 10` compares more of them"
+    assert len(warm.verify(script, batch_times=2, steps=3).lines()) == 2  # as the user wanted
 
 
 def test_what_was_only_fetched_ahead_is_not_trained() -> None:

@@ -145,6 +145,8 @@ class BitVerdict:
             if self.reference.stopped_at:
                 until = translate(f"{self.reference.stopped_at}; what comes later is not compared")
                 lines.append(labelled("until", until))
+            if self.reference.advice_on_more_steps:
+                lines.append(labelled("then", translate(self.reference.advice_on_more_steps)))
         else:
             if self.first_difference is not None:
                 lines = self._lines_of_first_difference(head, self.first_difference)

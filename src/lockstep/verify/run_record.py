@@ -18,13 +18,14 @@ from lockstep.language import translate
 from lockstep.verify.lines_up import group_by_step, line_up, with_idle_ranks
 from lockstep.verify.rank_files import RankEnd, read_end, read_updates
 from lockstep.verify.restored_files import restore
-from lockstep.verify.run_config import RunConfig
+from lockstep.verify.run_config import MIN_STEPS, RunConfig
 from lockstep.verify.run_failure import find_idle_ranks, first_failure, most_steps
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import Place, RankUpdate, Update
 from lockstep.verify.unsupported import recording_failed_error
 
 MAX_OUTPUT_LINES = 15
+STEPS_OF_ADVICE = 10
 
 # How the script has ended if a rank was killed, for example by an abort in a C++ library.
 LOST_PROCESS = "the loss of a process"
@@ -67,11 +68,23 @@ class RunRecord:
     branch_outcomes: Sequence[Mapping[Place, int]] = ()
     # Ranks that did not train while others did.
     idle_ranks: Sequence[int] = ()
+    # True if the time limit was over before the least number of steps was made.
+    made_least_steps: bool = False
 
     @property
     def steps(self) -> int:
         """Number of steps of the optimizer with the most steps."""
         return most_steps([update[0] for update in self.updates])
+
+    @property
+    def advice_on_more_steps(self) -> str:
+        """How to compare more steps than the few that were made; empty if they are no few."""
+        if not self.made_least_steps:
+            return ""
+        return (
+            f"{MIN_STEPS} steps took more than {self.config.seconds:g} seconds: "
+            f"`--steps {STEPS_OF_ADVICE}` compares more of them"
+        )
 
 
 def record_run(
@@ -114,6 +127,10 @@ def record_run(
     for end in ends.values():
         switched_off |= dict.fromkeys(end.switched_off)
 
+    stopped_at = _first_text(ends, "stopped_at")
+    has_time_limit = config.seconds is not None and config.steps > MIN_STEPS
+    num_steps = max((most_steps(updates) for updates in updates_of_ranks), default=0)
+
     # One entry for each rank: a rank that was killed has left no end, and so an empty entry.
     end_of_each_rank = [ends.get(rank, RankEnd()) for rank in range(config.nproc)]
 
@@ -127,7 +144,7 @@ def record_run(
         uses_lockstep=any(end.uses_lockstep for end in ends.values()),
         virtual_ranks=next(iter(ends.values())).virtual_ranks if ends else None,
         script_sets_virtual_ranks=any(end.script_sets_virtual_ranks for end in ends.values()),
-        stopped_at=_first_text(ends, "stopped_at"),
+        stopped_at=stopped_at,
         chosen_difference=_first_text(ends, "chosen_difference"),
         own_process_line=_first_text(ends, "own_process_line"),
         line_of_loader_without_batch_size=_first_text(ends, "line_of_loader_without_batch_size"),
@@ -135,6 +152,7 @@ def record_run(
         final_sums=[_arrays(end.final_sums) for end in end_of_each_rank],
         branch_outcomes=[_outcomes(end.branch_outcomes) for end in end_of_each_rank],
         idle_ranks=idle_ranks,
+        made_least_steps=bool(stopped_at) and has_time_limit and num_steps == MIN_STEPS,
     )
 
 

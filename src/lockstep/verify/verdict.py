@@ -214,6 +214,8 @@ class Verdict:
         if self.reference.stopped_at:
             until = translate(f"{self.reference.stopped_at}; what comes later is not compared")
             lines.append(labelled("until", until))
+        if self.reference.advice_on_more_steps:
+            lines.append(labelled("then", translate(self.reference.advice_on_more_steps)))
 
         # Faults of the script that make no difference here.
         for finding in self.findings:
