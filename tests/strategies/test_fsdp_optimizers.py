@@ -105,6 +105,28 @@ def test_optimizers_and_averages_of_shards():
     compare("fsdp", 2)
 
 
+def step_with_a_gradient_of_its_own() -> str:
+    with lockstep.init("fsdp", seed=1) as world:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        loader = world.loader(tensors(8), 8)
+        for batch in loader:
+            world.backward(mean_loss(model, batch))
+            for parameter in model.parameters():
+                parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype)
+            with pytest.raises(UsageError) as error:
+                optimizer.step()
+        return error.value.message
+
+
+def test_a_gradient_that_is_no_shard_is_told_from_an_optimizer_that_cannot_use_shards():
+    for message in run_ranks(step_with_a_gradient_of_its_own, 2):
+        assert "with a gradient that the script has made itself" in message
+        assert "the gradient of a parameter of shape" in message
+        assert "use strategy=" not in message
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["fsdp", HSDP(shard_size=1), HSDP(shard_size=3)])
 def test_optimizers_and_averages_on_three_ranks(strategy: Any):

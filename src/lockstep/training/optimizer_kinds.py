@@ -99,10 +99,22 @@ def explain_shard_error(optimizer: Optimizer, error: Exception) -> UsageError | 
     """
     if not any(words in str(error) for words in WORDS_OF_SHARD_ERRORS):
         return None
-    if not any(is_sharded(parameter) for parameter in parameters_of(optimizer)):
+    shards = [parameter for parameter in parameters_of(optimizer) if is_sharded(parameter)]
+    if not shards:
         return None
 
     kind = type(optimizer).__name__
+    for shard in shards:
+        gradient_is_whole = shard.grad is not None and not is_sharded(shard.grad)
+        if gradient_is_whole:
+            return UsageError(
+                f"{kind}.step() with a gradient that the script has made itself",
+                f"the gradient of a parameter of shape {tuple(shard.shape)} is an ordinary tensor, "
+                "while the parameter is spread over the ranks",
+                "weigh the loss instead, so that world.backward computes the gradients, or change "
+                "its gradients in place (parameter.grad.mul_(...))",
+            )
+
     first_line = str(error).strip().splitlines()[0]
     first_sentence = first_line.split(". ")[0]
     return UsageError(
