@@ -68,7 +68,7 @@ class Activity:
     def line(self) -> stacks.Frame | None:
         """The line of the user's script that the rank is at."""
         stack = self.state.stack
-        other_threads = self.state.threads
+        other_threads = self.state.all_threads
         if stacks.is_at_exit(stack) and other_threads:
             # The script has ended, and Python waits for its remaining threads. So the line of
             # interest is the one that such a thread is at. There is rarely more than one, beside

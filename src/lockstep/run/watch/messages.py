@@ -211,7 +211,7 @@ def render_state(state: RankState, in_language: InLanguage = in_english) -> str:
         lines.append(in_language(f"  while handling {state.in_flight.describe()}"))
 
     lines += _stack_lines("main thread", state.stack, in_language)
-    for stack in state.threads or ():
+    for stack in state.all_threads:
         lines += _stack_lines("another thread", stack, in_language)
 
     if state.calls is None:

@@ -16,12 +16,14 @@ import functools
 import itertools
 import json
 import os
+import selectors
 import signal
 import sys
 import threading
 import traceback
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from lockstep import torch_compat
@@ -249,6 +251,7 @@ class Probe:
         torch_compat.take_gpu(self._spawn_index)
 
         stacks_of_other_threads = _stacks_of_other_threads()
+        idle_loops = _idle_event_loops()
         groups = torch_compat.process_groups()
         main_thread = threading.main_thread().ident or 0
         main_frame = sys._current_frames().get(main_thread)
@@ -270,6 +273,7 @@ class Probe:
         answer = {
             "request": int(number),
             "stacks": stacks_of_other_threads,
+            "idle_loops": idle_loops,
             "groups": groups,
             "making": group_being_made,
             "in_flight": error_in_flight,
@@ -413,6 +417,46 @@ def _stacks_of_other_threads() -> dict[int, list[tuple[str, int, str]]]:
         stacks[thread] = stack
 
     return stacks
+
+
+def _idle_event_loops() -> list[int]:
+    """Returns the threads that run an event loop of asyncio which only another thread can wake.
+
+    For example, fsspec and libraries with an asynchronous client keep such a thread from their
+    first use on. The stack of a loop that waits for a connection, or until a call is due, is the
+    same.
+    """
+    asyncio_loops = sys.modules.get("asyncio.base_events")
+    if asyncio_loops is None:  # the script uses no asyncio
+        return []
+
+    threads = []
+    for thread, innermost_frame in sys._current_frames().items():
+        caller = innermost_frame.f_back
+        if caller is None or caller.f_code.co_filename != asyncio_loops.__file__:
+            continue
+        is_in_loop = caller.f_code.co_name == "_run_once"
+        if is_in_loop and _waits_for_threads_alone(innermost_frame, caller):
+            threads.append(thread)
+    return threads
+
+
+def _waits_for_threads_alone(select: FrameType, run_once: FrameType) -> bool:
+    """Returns True if an event loop waits without a timeout, and for no connection or pipe.
+
+    Args:
+        select: the innermost frame, that of the method `select` of the loop's selector.
+        run_once: the frame of the loop that has called it. Its `timeout` is None if nothing is to
+            be called now or later.
+    """
+    selector = select.f_locals.get("self")
+    if select.f_code.co_name != "select" or not isinstance(selector, selectors.BaseSelector):
+        return False
+    has_timeout = run_once.f_locals.get("timeout", 0) is not None
+
+    # Every loop has registered one socket, by which other threads wake it.
+    registered = selector.get_map()
+    return not has_timeout and registered is not None and len(registered) == 1
 
 
 _processes_with_probe: set[int] = set()

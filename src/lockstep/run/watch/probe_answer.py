@@ -74,6 +74,8 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
     if main_thread in stacks:
         main_stack = stacks.pop(main_thread)
 
+    idle_loops = [stacks.pop(thread) for thread in answer["idle_loops"] if thread in stacks]
+
     # The process group that the main thread is about to create, if any.
     group_being_made = None
     if answer.get("making") is not None:
@@ -94,6 +96,7 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
         trained_steps=answer.get("trained_steps"),
         stack=main_stack,
         threads=tuple(stacks.values()),
+        idle_loops=tuple(idle_loops),
         main_thread=None if main_thread == 0 else main_thread,
     )
 

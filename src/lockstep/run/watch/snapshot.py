@@ -133,7 +133,10 @@ class RankState:
     stack: Stack | None = None
     """The main thread's stack."""
     threads: tuple[Stack, ...] | None = None
-    """The stacks of its other Python threads."""
+    """The stacks of its other Python threads, except for those in `idle_loops`."""
+    idle_loops: tuple[Stack, ...] = ()
+    """The stacks of its threads that run an event loop of asyncio which only another thread can
+    wake: no call is due later, and no connection is open. Their stacks do not show it."""
     main_thread: int | None = None
     """The main thread's identifier, as in `CollectiveCall.thread`."""
     answered: bool | None = None
@@ -152,6 +155,11 @@ class RankState:
     """Optimizer steps so far. None if it has no heartbeat, as a program that is not Python."""
     trained_steps: int | None = None
     """See `ErrorRecord.trained_steps`."""
+
+    @property
+    def all_threads(self) -> tuple[Stack, ...]:
+        """The stacks of all its other Python threads; empty if they are not known."""
+        return (*(self.threads or ()), *self.idle_loops)
 
     @property
     def stopped(self) -> bool | None:

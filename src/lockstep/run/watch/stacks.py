@@ -424,19 +424,53 @@ def _is_in(frame: Frame, *paths: str) -> bool:
 # --- Other states of a thread
 
 # Threads that run these functions wake up now and then, but make no calls that ranks wait for. In
-# Lockstep, one touches a lock file, and the other ends the process at a signal. The others draw
-# tqdm's progress bars and copy a DataLoader's batches to pinned memory.
+# Lockstep, one touches a lock file, and the other ends the process at a signal. The last one copies
+# a DataLoader's batches to pinned memory.
 _HOUSEKEEPING_FUNCTIONS = {
     "lockstep/checkpoint/signs_of_life.py": {"_run"},
     "lockstep/checkpoint/termination.py": {"_watch"},
-    "tqdm/_monitor.py": {"run"},
     "torch/utils/data/_utils/pin_memory.py": {"_pin_memory_loop"},
 }
+
+# Parts of installed libraries whose own threads draw progress bars, or write and send what a script
+# reports. At most they ask the script for a number to report. A library that runs work of the
+# script when its time has come, as a scheduler does, must not be listed, and neither must one that
+# puts frames of its own around those of the script's threads, as sentry_sdk does: at rest, the
+# stacks of such threads look no different.
+_REPORTING_LIBRARIES = (
+    "mlflow/system_metrics/",
+    "mlflow/utils/async_logging/",
+    "opentelemetry/sdk/",  # W&B starts it
+    "rich/live.py",
+    "tensorboard/compat/",
+    "tensorboard/summary/writer/",
+    "tensorboardX/",
+    "tqdm/_monitor.py",
+    "wandb/sdk/",
+)
+_INSTALLED_FILE = re.compile(r".*/(?:site|dist)-packages/(?P<path>.*)")
+_STANDARD_LIBRARY_FILE = re.compile(r".*/lib/python3\.\d+t?/(?!site-packages/|dist-packages/)")
 
 
 def is_housekeeping(stack: Stack) -> bool:
     """Returns True if a thread does nothing that another thread or another rank waits for."""
-    return any(_is_one_of(frame, _HOUSEKEEPING_FUNCTIONS) for frame in stack)
+    does_housekeeping = any(_is_one_of(frame, _HOUSEKEEPING_FUNCTIONS) for frame in stack)
+    return does_housekeeping or _is_thread_of_reporting_library(stack)
+
+
+def _is_thread_of_reporting_library(stack: Stack) -> bool:
+    """Returns True if a thread runs code of `_REPORTING_LIBRARIES`, and no code of the user's.
+
+    All its frames are those of such libraries, or of Python's standard library, which alone do not
+    show who has started a thread.
+    """
+    other_frames = [frame for frame in stack if not _STANDARD_LIBRARY_FILE.match(frame.file)]
+    return bool(other_frames) and all(map(_is_of_reporting_library, other_frames))
+
+
+def _is_of_reporting_library(frame: Frame) -> bool:
+    installed = _INSTALLED_FILE.match(frame.file)
+    return installed is not None and installed["path"].startswith(_REPORTING_LIBRARIES)
 
 
 def may_continue_alone(stack: Stack) -> bool:
