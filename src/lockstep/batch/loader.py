@@ -249,9 +249,9 @@ class Loader:
         if not training_pass.loader_ended:
             return True
 
-        # The loader is exhausted. The loop still trains if it holds batches on which it has not
-        # called backward yet, or if the optimizer has yet to step for the latest global batch.
-        return bool(training_pass.untrained) or not training_pass.stepped
+        # The loader is exhausted. The loop still trains if it holds batches, or if the optimizer
+        # has yet to step for the latest global batch.
+        return training_pass.holds_batches or not training_pass.stepped
 
     @cached_property
     def fingerprint(self) -> Fingerprint | None:
@@ -840,18 +840,13 @@ class Loader:
         """
         # Some gradients are missing if the loop fetches batches ahead, before it calls backward for
         # the earlier ones. Then this global batch is not checked.
-        if self._has_untrained_batches:
+        if self._training_pass is not None and self._training_pass.holds_batches:
             return
 
         # The virtual rank whose two gradients differ; None if all agree.
         dispute = self._step.find_dispute()
         if dispute is not None:
             yield from self._read_repeat(epoch, position, global_batch, dispute)
-
-    @property
-    def _has_untrained_batches(self) -> bool:
-        """True if the loop holds micro-batches on which it has not called backward yet."""
-        return self._training_pass is not None and bool(self._training_pass.untrained)
 
     def _read_repeat(
         self, epoch: int, position: int, global_batch: Indices, dispute: Dispute

@@ -283,7 +283,7 @@ class AutotuneSearch:
             try:
                 return [function(device, shares) for device in devices]
             except Exception as error:
-                raise _not_tried_error(setting, error, collectives.topology.rank) from error
+                raise _not_tried_error(setting, error) from error
 
         # The ranks wait for each other here, so that all of them begin at the same time.
         collectives.exchange("begin")
@@ -293,14 +293,17 @@ class AutotuneSearch:
         return list(itertools.chain.from_iterable(results_of_ranks))
 
 
-def _not_tried_error(setting: str, error: Exception, rank: int) -> UsageError:
-    """Returns the error for a setting whose value could not be found because a call has failed."""
-    text = str(error)
+def _not_tried_error(setting: str, error: Exception) -> UsageError:
+    """Returns the error for a setting whose value could not be found because a call has failed.
+
+    Other ranks raise it too, and say there on which rank the call has failed.
+    """
     if isinstance(error, LockstepError):
-        text = f"{error.was_set}: {error.found}"  # without its advice, as the one below fits better
+        reason = f"{error.was_set}: {error.found}"  # without its advice, as the one below is better
+    else:
+        reason = f"{type(error).__name__}: {error}"
     return UsageError(
         setting,
-        "the model could not be tried at other sizes on "
-        f"rank {rank}: {type(error).__name__}: {text}",
+        f"the model could not be tried at other sizes: {reason}",
         "give numbers instead, such as shares='2:3' and micro_batch_size=16",
     )

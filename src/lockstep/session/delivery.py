@@ -133,6 +133,19 @@ class TrainingPass:
         `untrained`."""
 
     @property
+    def holds_batches(self) -> bool:
+        """True if the loop holds batches on which it has not called backward yet."""
+        return len(self.untrained) > 0
+
+    @property
+    def holds_batches_of_exhausted_loader(self) -> bool:
+        """True if the loader has no more batches, and the loop may still train on some it holds.
+
+        It is False if the loop has left the loader in the middle of a pass.
+        """
+        return self.is_exhausted and self.holds_batches
+
+    @property
     def latest_if_untrained(self) -> Delivery | None:
         """The delivery that was handed out last; None if a backward pass has followed it."""
         if self.untrained and self.untrained[-1].number_in_pass == self.num_deliveries:
@@ -155,9 +168,8 @@ class TrainingPass:
         Loops do so that fetch ahead, or have fetched everything with `list(loader)`. Any other loop
         has skipped its untrained batches.
         """
-        holds_batches = self.is_exhausted and len(self.untrained) > 0
         trains_later = self.fetches_ahead or self.num_trained == 0
-        return holds_batches and trains_later
+        return self.holds_batches_of_exhausted_loader and trains_later
 
     def begin_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Updates the state of the pass when training on a micro-batch begins.
@@ -206,8 +218,7 @@ class TrainingPass:
         has_gradients = self.accumulated or self.num_backwards > 0
         is_unfinished = has_gradients and not self.micro_batch.last
         # A loop that fetches ahead trains on the last batches after the loader has ended.
-        will_be_finished = self.is_exhausted and len(self.untrained) > 0
-        return is_unfinished and not will_be_finished
+        return is_unfinished and not self.holds_batches_of_exhausted_loader
 
 
 def weigh_the_same(deliveries: Sequence[Delivery]) -> bool:
@@ -227,10 +238,10 @@ def next_trained(training_pass: TrainingPass) -> Delivery | None:
     Called if no call of a module since the last loss has shown which delivery it is. It is None if
     nothing was handed out yet.
     """
-    untrained = training_pass.untrained
-    was_fetched_ahead = not training_pass.source_of_loss_is_known and len(untrained) > 0
+    was_fetched_ahead = not training_pass.source_of_loss_is_known and training_pass.holds_batches
     if was_fetched_ahead:
-        return untrained[0]  # the loop is taken to train on the deliveries in their order
+        # The loop is taken to train on the deliveries in their order.
+        return training_pass.untrained[0]
     return training_pass.being_trained
 
 

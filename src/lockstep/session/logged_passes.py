@@ -105,7 +105,7 @@ class OpenPass:
         assert self.training_pass is not None  # only training leaves batches to train on
         is_first_value_with_name = name not in self.delivery_of_name
         if is_first_value_with_name:
-            return len(self.training_pass.untrained) > 0  # the loop holds batches to train on
+            return self.training_pass.holds_batches
 
         # True if the loop has gone on to another batch since it logged the name.
         batch_of_last_value = self.delivery_of_name[name]
