@@ -155,8 +155,20 @@ def flags_of_a_loop_that_skips(numbers: set[int], after_forward: bool = False) -
     return flags
 
 
-def test_a_loop_knows_its_global_batches_after_it_has_skipped_some() -> None:
-    assert flags_of_a_loop_that_skips({2, 3, 5}) == [False, True] * 4
+@pytest.mark.parametrize("skipped", [{2, 3, 5}, {0}, {0, 1}])
+def test_a_loop_knows_its_global_batches_after_it_has_skipped_some(skipped: set[int]) -> None:
+    assert flags_of_a_loop_that_skips(skipped) == [False, True] * 4
+
+
+def test_a_loop_that_has_fetched_ahead_is_at_the_batch_that_it_holds() -> None:
+    with lockstep.init(num_micro_batches=2) as world:
+        batches = iter(world.loader(tensors(28), 7))
+        first = next(batches)
+        second = next(batches)
+        assert not world.is_last_micro_batch  # the loop may train on the first of them
+        del first
+        assert world.is_last_micro_batch
+        del second, batches
 
 
 def test_skipped_batches_of_other_weight_are_said() -> None:

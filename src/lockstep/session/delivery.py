@@ -153,6 +153,21 @@ class TrainingPass:
         return None
 
     @property
+    def works_on_latest(self) -> bool:
+        """True if the loop is taken to work on the delivery that it got last, not an earlier one.
+
+        Once the loop has trained on a delivery, `fetches_ahead` tells. Before that, a loop that has
+        skipped the first deliveries (`continue`) does not hold the one before the latest any more,
+        as its variable `batch` holds the latest. A loop that has fetched ahead still holds it.
+        """
+        if self.num_trained > 0:
+            return not self.fetches_ahead
+        if len(self.untrained) < 2:
+            return True
+        previous, latest = self.untrained[-2:]
+        return latest.is_referenced and not previous.is_referenced
+
+    @property
     def has_stepped_for_current_batch(self) -> bool:
         """True if an optimizer has stepped for the current micro-batch, the last of its step.
 

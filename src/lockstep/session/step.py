@@ -169,9 +169,8 @@ class Step:
         Until the forward pass of batch 3, `micro_batch` is that of batch 2. This is that of 3.
         """
         training_pass = self.training_pass
-        trains_at_once = training_pass.num_trained > 0 and not training_pass.fetches_ahead
         latest = training_pass.latest_if_untrained
-        if trains_at_once and latest is not None:
+        if latest is not None and training_pass.works_on_latest:
             return latest.micro_batch
         return training_pass.micro_batch
 
