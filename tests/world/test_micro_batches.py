@@ -155,9 +155,31 @@ def flags_of_a_loop_that_skips(numbers: set[int], after_forward: bool = False) -
     return flags
 
 
-@pytest.mark.parametrize("skipped", [{2, 3, 5}, {0}, {0, 1}])
+@pytest.mark.parametrize("skipped", [{2, 3, 5}, {0}, {0, 1}, {0, 1, 2}, {2, 3, 4}])
 def test_a_loop_knows_its_global_batches_after_it_has_skipped_some(skipped: set[int]) -> None:
     assert flags_of_a_loop_that_skips(skipped) == [False, True] * 4
+
+
+def weights_without(left_out: set[int], how: str) -> Tensor:
+    """The weights after a training in global batches of 4 and 3 samples that leaves some out."""
+    with lockstep.init(num_micro_batches=2) as world:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        for number, batch in enumerate(world.loader(tensors(28), 7)):
+            if number in left_out and how == "continue":
+                continue
+            loss = mean_loss(model, batch)
+            world.backward(0 * loss if number in left_out else loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("left_out", [{0}, {0, 1, 2}, {2, 3, 4}])
+def test_batches_that_are_skipped_count_as_those_whose_loss_is_0(left_out: set[int]) -> None:
+    skipped = weights_without(left_out, "continue")
+    assert torch.equal(skipped, weights_without(left_out, "0 * loss"))
 
 
 def test_a_loop_that_has_fetched_ahead_is_at_the_batch_that_it_holds() -> None:

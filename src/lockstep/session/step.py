@@ -371,11 +371,34 @@ class Step:
                 self.training_pass = pass_of_delivery
         else:
             # The loop had fetched the delivery ahead, and training on it begins now.
+            self._begin_global_batch_of(delivery)
             check_order(delivery)
             self._begin_delivery(delivery)
 
         # The forward pass has shown that the next loss comes from `being_trained`.
         pass_of_delivery.source_of_loss_is_known = True
+
+    def _begin_global_batch_of(self, delivery: Delivery) -> None:
+        """Begins the global batch of a delivery if the loop has skipped its first micro-batch.
+
+        For example, a loop trains on 1b, skips 2a, 2b and 3a (`continue`), and trains on 3b. When
+        it skipped 2a, training on that had begun, but not on 2b and 3a. So global batch 3 begins
+        here, with 3a.
+        """
+        training_pass = delivery.training_pass
+        being_trained = training_pass.being_trained
+        if being_trained is None or delivery.micro_batch.first:
+            return
+        if being_trained.global_batch_number == delivery.global_batch_number:
+            return
+
+        for other in training_pass.untrained:
+            is_of_same_global_batch = other.global_batch_number == delivery.global_batch_number
+            was_skipped = not other.is_referenced
+            if other.micro_batch.first and is_of_same_global_batch and was_skipped:
+                check_order(other)
+                self._begin_delivery(other)
+                return
 
     def source_of_loss(self) -> MicroBatch:
         """Returns the micro-batch that a loss comes from, and records that it is trained.
