@@ -20,10 +20,17 @@ from safetensors.torch import load_file
 from test_checkpointer import Counter, Training, caught, checkpoint_of, in_gloo_group, joined
 
 import lockstep
+from lockstep import language
 from lockstep.checkpoint import host_copies, layout, storage
 from lockstep.checkpoint.host_copies import HostCopies
 from lockstep.checkpoint.schedule import Policy
-from lockstep.errors import CheckpointError, RanksDifferError, SettingError, UsageError
+from lockstep.errors import (
+    CheckpointError,
+    LockstepWarning,
+    RanksDifferError,
+    SettingError,
+    UsageError,
+)
 
 pytestmark = pytest.mark.launcher
 
@@ -167,6 +174,20 @@ def test_a_failed_run_finishes_the_save_that_was_begun(tmp_path: Path) -> None:
         again.end(failed=True)
     assert "the last checkpoint is not there" in str(said[0].message)
     assert os.listdir(tmp_path) == ["step-000000000"]
+
+
+def test_that_the_last_checkpoint_is_not_there_is_said_in_the_language_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(language, "language", lambda: "zh")
+    run = Training(tmp_path, policy=LATER)
+    failing_once(monkeypatch, errno.ENOSPC)
+    run.checkpoint.save()
+    with pytest.warns(LockstepWarning) as said:
+        run.end(failed=True)
+    text = str(said[0].message)
+    assert "最后一个检查点不存在：没有剩余空间" in text
+    assert "最后一个完整的检查点没有受影响" in text
 
 
 def test_host_copies_use_their_memory_again() -> None:

@@ -129,3 +129,69 @@ def test_a_loop_within_a_loop_is_resumed_at_the_batch_of_the_outer_one(tmp_path:
 
     # At the first batches of both, a loop within a loop cannot be told from `zip`.
     assert positions[1:] == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
+
+
+class LoaderState:
+    """An object of a script's own that saves the state of a loader in a form of its own."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state["position"])
+
+
+def train_one_step(
+    folder: Path, save: Callable[[Any], dict[str, Any]], epoch: int = 0, skipped: int = 0
+) -> bool:
+    """Evaluates, and trains one step from a checkpoint, if there is one; returns if there was."""
+    with lockstep.init(seed=0) as world:
+        model = nn.Linear(1, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        model, optimizer, loader, evaluated = world.prepare(
+            model, optimizer, numbers(0, 6), numbers(20, 6)
+        )
+        checkpoint = world.checkpoint(folder, model=model, optimizer=optimizer, **save(loader))
+        has_resumed = checkpoint.resume()
+        with torch.no_grad():
+            list(evaluated)
+        if epoch > 0:
+            loader.set_epoch(epoch)
+        for position, (x,) in enumerate(loader):
+            if position < skipped:
+                continue
+            world.backward(model(x).mean())
+            optimizer.step()
+            checkpoint.save()
+            break
+        return has_resumed
+
+
+def test_a_resumed_run_warns_of_a_loader_that_is_trained_on_and_not_saved(tmp_path: Path) -> None:
+    def save_nothing(loader: Any) -> dict[str, Any]:
+        return {}
+
+    assert not train_one_step(tmp_path, save_nothing)
+    with pytest.warns(lockstep.errors.LockstepWarning, match="without loader 0") as said:
+        assert train_one_step(tmp_path, save_nothing)
+    assert len(said) == 1, "loader 1 is only evaluated"
+
+
+@pytest.mark.parametrize(
+    ("save", "how"),
+    [
+        (lambda loader: {"loader": loader}, {}),
+        (lambda loader: {"own": LoaderState(loader)}, {}),
+        # The script says itself with which epoch or batch it goes on.
+        (lambda loader: {}, {"epoch": 1}),
+        (lambda loader: {}, {"skipped": 1}),
+    ],
+)
+def test_a_resumed_run_does_not_warn_of_a_loader_that_goes_on(
+    tmp_path: Path, save: Callable[[Any], dict[str, Any]], how: dict[str, int]
+) -> None:
+    for has_checkpoint in (False, True):
+        assert train_one_step(tmp_path, save, **how) == has_checkpoint

@@ -56,7 +56,9 @@ def train(world: lockstep.World, *, threads: int | None = None, folder: Path | N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.randn(64, 3, 16, 16), torch.randint(10, (64,)))
     model, optimizer, loader = world.prepare(model, optimizer, DataLoader(data, batch_size=32))
-    checkpoint = world.checkpoint(folder, model=model) if folder is not None else None
+    checkpoint = None
+    if folder is not None:
+        checkpoint = world.checkpoint(folder, model=model, loader=loader)
     if checkpoint is not None and threads is None:
         checkpoint.resume()
     for images, labels in loader:

@@ -232,6 +232,16 @@ class Loader:
         return self._next_epoch - 1 if self._is_training else self._next_epoch
 
     @property
+    def is_resumed(self) -> bool:
+        """True if the state of a checkpoint was loaded, and no training pass has begun since."""
+        return self._is_resumed
+
+    @property
+    def trains_on_first_batch(self) -> bool:
+        """True while the loop trains on the first global batch of the first epoch."""
+        return self._is_training and self.epoch == 0 and self._position == 0
+
+    @property
     def mid_epoch(self) -> bool:
         """True in the middle of an epoch, also if a resumed run has yet to continue that epoch."""
         return self._is_training or self.start > 0

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from lockstep.batch.loader import Loader
 from lockstep.checkpoint import layout
 from lockstep.checkpoint.checks import (
     check_is_no_checkpoint,
@@ -153,6 +154,41 @@ class _UnresumedWarning(Extension):
             )
 
 
+class _UnsavedLoaderWarning(Extension):
+    """Warns at the first step of a resumed run if it trains on a loader that was not resumed.
+
+    Such a loader is not in the checkpoint, so it begins with its first epoch: the run trains twice
+    on samples of that. There is no warning if the script itself makes it go on, by `set_epoch`, or
+    by a loop that skips the first batches.
+
+    Args:
+        folder: the folder of the checkpoints.
+        loaders: all prepared loaders of the run.
+    """
+
+    def __init__(self, folder: Path, loaders: Sequence[Loader]) -> None:
+        self._folder = folder
+        self._unresumed_loaders: list[tuple[int, Loader]] = []  # with the numbers in the summary
+        for number, loader in enumerate(loaders):
+            if not loader.is_resumed:
+                self._unresumed_loaders.append((number, loader))
+        self._line = user_location()  # of `resume`
+
+    def step_finished(self, number: int) -> None:
+        """Warns of each loader that begins anew with the first step."""
+        loaders = self._unresumed_loaders
+        self._unresumed_loaders = []
+        for loader_number, loader in loaders:
+            if loader.trains_on_first_batch:
+                warn(
+                    f"resuming from {self._folder} without loader {loader_number}",
+                    "it is trained on and not saved in the checkpoint, so it begins with its first "
+                    "epoch, and samples are trained on twice",
+                    "name it from the first start on: world.checkpoint(..., loader=loader)",
+                    at=self._line,
+                )
+
+
 class PreparedSave(NamedTuple):
     """What a rank writes in a save."""
 
@@ -240,7 +276,9 @@ class Checkpoint:
         # The run gets a separate object: a reference to this one would keep the state alive.
         run.extensions.add(_EndOfRun(self._writer, requests), Place.OBSERVER)
         self._unresumed_warning = _UnresumedWarning(self.folder)
-        if run.topology.is_main:
+        self._is_main = run.topology.is_main
+        self._loaders: list[Loader] = run.loaders
+        if self._is_main:
             run.extensions.add(self._unresumed_warning, Place.OBSERVER)
 
     def _make_kept_steps(self, run: Run, asked_for: bool | None) -> KeptSteps | None:
@@ -599,7 +637,15 @@ class Checkpoint:
         if has_resumed:
             # From now on a save may replace a checkpoint of the same step in the folder.
             self._continues_folder = True
+            self._warn_later_of_unsaved_loaders()
         return has_resumed
+
+    def _warn_later_of_unsaved_loaders(self) -> None:
+        """Makes the first step warn if it trains on a loader that was not resumed."""
+        some_steps_were_trained = self._progress.number > 0
+        if self._is_main and some_steps_were_trained:
+            warning = _UnsavedLoaderWarning(self.folder, self._loaders)
+            self._extensions.add(warning, Place.OBSERVER)
 
     def _resume_from_memory_or_disk(self) -> bool:
         """Does what `resume` promises."""
@@ -950,7 +996,9 @@ class Checkpoint:
 
 
 def _note_about_disk(step_on_disk: int, views: Sequence[FolderView] | None) -> str:
-    """Returns the end of a sentence that says what is on disk when a step in memory is resumed.
+    """Returns a note on what is on disk when a step in memory is resumed.
+
+    Example: "; the last checkpoint on disk is of step 10".
 
     Args:
         step_on_disk: the step of the latest complete checkpoint; -1 if there is none.

@@ -395,13 +395,12 @@ def _note_about_length(name: str, target: Any, saved: Any) -> str:
         saved: its saved state.
 
     Returns:
-        The end of a sentence, or "" if there is nothing to note.
+        A note such as "; scheduler keeps T_max=100 as saved, not 200 as built", or "".
     """
     if not isinstance(target, LRScheduler):
         return ""
 
-    # A length is a number of steps for which the scheduler was built, such as `T_max`. The note is
-    # "; scheduler keeps T_max=100 as saved, not 200 as built".
+    # A length is a number of steps for which the scheduler was built, such as `T_max`.
     note = ""
     for length in changed_lengths(target, saved):
         # `length.place` is the path to the attribute, e.g. "T_max".

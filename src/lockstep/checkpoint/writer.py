@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from lockstep.checkpoint import termination
 from lockstep.checkpoint.lock import Lock
 from lockstep.checkpoint.save import begin_checkpoint, remove_unfinished
 from lockstep.distributed.collectives import Collectives, run_on_all_ranks
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, warn
 
 MAX_WAIT_FOR_THREAD_S = 2.0
 """How long `give_up` waits for the thread to stop by itself. The thread checks after each chunk of
@@ -210,7 +209,17 @@ class Writer:
         try:
             self._finish_and_release(timeout_s)
         except Exception as error:
-            warnings.warn(f"the last checkpoint is not there: {error}", stacklevel=3)
+            reason = str(error)
+            advice = "resume from the checkpoint before it"
+            if isinstance(error, LockstepError):
+                reason = error.found
+                advice = error.do
+            warn(
+                self._action,
+                f"the last checkpoint is not there: {reason}",
+                advice,
+                on_this_rank=True,
+            )
 
     def _close_together(self) -> None:
         """Completes the parts of all ranks, which all call this.

@@ -170,7 +170,10 @@ def _describe_computed_tensors(tensors: Sequence[str], buffers: Sequence[str]) -
 def _describe_held_tensors(
     verdict: Verdict, difference: HeldTensors, devices: Sequence[Device]
 ) -> str:
-    """Describes which ranks hold different bits, as the end of a sentence."""
+    """Describes which ranks hold different bits: a clause without a full stop.
+
+    Example: "rank 1 (cuda:1 of node7) has different bits than 3 ranks that agree".
+    """
     wrong = name_devices(verdict.ranks, devices)
     if verdict.kind is Kind.WRONG:  # a majority of the others agrees
         verb = conjugate("has", len(verdict.ranks))

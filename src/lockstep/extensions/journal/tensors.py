@@ -52,8 +52,9 @@ def collect_tensors(modules: Sequence[nn.Module]) -> NamedParameters:
 def _places_of_buffers(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """Returns the buffers of a module by name: for each, its submodule and its name there.
 
-    A buffer that is registered twice is listed once, under its first name. Buffers without values
-    are left out.
+    The place is returned, and not the tensor, because a forward pass may replace the tensor. A
+    buffer that is registered twice is listed once, under its first name. Buffers without values are
+    left out.
     """
     places = {}
     known_ids: set[int] = set()
