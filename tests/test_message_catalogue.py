@@ -40,6 +40,7 @@ pytestmark = pytest.mark.unit
 PASSED_ON = {
     "batch.loader:error.do",
     "checkpoint.kept_steps:reason.advice",
+    "checkpoint.training_state:error.do",
     "cli.run_options:error.do",
     "distributed.collectives:do",
     "errors:error.do",

@@ -411,6 +411,25 @@ def test_objects_with_a_state_dict_are_saved(tmp_path: Path) -> None:
     assert other.state["seen"] == {3: (1, None)}
 
 
+def test_why_a_loader_refuses_its_state_is_one_message(tmp_path: Path) -> None:
+    def checkpoint_with(batch_size: int) -> Checkpoint:
+        dataset = torch.utils.data.TensorDataset(torch.ones(16, 2))
+        return world.checkpoint(tmp_path, loader=world.loader(dataset, batch_size))
+
+    with lockstep.init(seed=0) as world:
+        checkpoint_with(batch_size=8).save()
+    with lockstep.init(seed=0) as world, pytest.raises(CheckpointError) as caught:
+        checkpoint_with(batch_size=4).resume()
+
+    assert caught.value.was_set.startswith(f"resuming loader from {tmp_path}")
+    assert caught.value.found == (
+        "resuming a loader whose batch size is 4: in the checkpoint it is 8: the position means "
+        "other samples"
+    )
+    assert caught.value.do.startswith("continue with the same data, batch size")
+    assert str(caught.value).count("found:") == 1
+
+
 def test_other_names_than_were_saved_are_refused(tmp_path: Path) -> None:
     Training(tmp_path, ema=Counter(1)).checkpoint.save()
     with pytest.raises(CheckpointError) as caught:

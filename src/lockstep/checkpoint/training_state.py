@@ -34,7 +34,7 @@ from lockstep.checkpoint.random_states import RandomStates
 from lockstep.checkpoint.rank_parts import keys_of_partial_states
 from lockstep.checkpoint.sharding import without_meta
 from lockstep.distributed.collectives import Collectives
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.optim.deferred_init import shapes_are_enough
 from lockstep.settings import Settings
 from lockstep.wording import count_noun
@@ -435,8 +435,16 @@ def _load_state(target: Any, saved: Any, saved_dtypes: Mapping[Tensor, torch.dty
 
 @contextmanager
 def _explain_misfit(action: str, advice: str) -> Iterator[None]:
-    """Turns any error that is raised while a state is loaded into a `CheckpointError`."""
+    """Turns any error that is raised while a state is loaded into a `CheckpointError`.
+
+    Args:
+        action: what is being loaded, for the message.
+        advice: what to do about an error that has no advice of its own.
+    """
     try:
         yield
+    except LockstepError as error:
+        found = f"{error.was_set}: {error.found}"
+        raise CheckpointError(action, found, error.do, code=error.code) from error
     except Exception as error:
         raise CheckpointError(action, f"{type(error).__name__}: {error}", advice) from error
