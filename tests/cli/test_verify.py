@@ -1,16 +1,19 @@
 """The command as a user gives it; what it finds is tested in tests/verify."""
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import schemas
 from click.testing import CliRunner
@@ -23,6 +26,7 @@ from lockstep.run.start.worker import Script
 from lockstep.verify.reference_check import check_reference
 from lockstep.verify.run_config import RunConfig
 from lockstep.verify.run_record import RunRecord
+from lockstep.verify.training_record import RankUpdate, Update
 
 pytestmark = pytest.mark.launcher
 
@@ -231,11 +235,39 @@ def test_advice_where_there_is_nothing_to_compare_with(error: str, advice: str) 
         check_reference(RunRecord(way, [], error), "verify", [], "lockstep run train.py", "script")
 
 
+ZERO = {"Net/w": np.zeros(2)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"losses": []}, "it made 2 optimizer steps on one process, but never called backward()"),
+        ({"losses": [1.0]}, "but no parameter had a gradient, so nothing was trained"),
+        ({"losses": [1.0], "gradients": ZERO}, "but all gradients were 0, so nothing was trained"),
+        # What trains: gradients, or an optimizer that needs none.
+        ({"gradients": {"Net/w": np.array([0, math.nan])}}, ""),
+        ({"parameters": ZERO}, ""),
+        ({"parameters": ZERO, "gradients": ZERO}, ""),
+        ({"parameter_sums": ZERO}, ""),
+        ({"optimizer_parameters": ["Net/w", ""]}, ""),  # something of which nothing is recorded
+    ],
+)
+def test_a_script_that_trains_nothing_is_not_compared(fields: dict[str, Any], found: str) -> None:
+    way = RunConfig(name="1 process", nproc=1, script=Script(path="train.py"))
+    kept = {"Net/w": np.ones(2)}
+    first = RankUpdate(initial=kept, parameters=kept, parameter_sums=kept)
+    updates = [Update([first]), Update([replace(first, initial={}, **fields)])]
+    run = RunRecord(way, updates, final_sums=[kept])
+    expected = pytest.raises(UsageError, match=re.escape(found)) if found else nullcontext()
+    with expected:
+        check_reference(run, "verify", [], "", "script")
+
+
 def test_lockstep_s_settings_are_for_scripts_that_use_it() -> None:
     asked = ["--strategy"]
-    update: Any = object()
+    update = Update([RankUpdate(gradients={"Net/w": np.ones(1)})])
     way = RunConfig(name="1 process", nproc=1, script=Script(path="train.py"))
-    run = RunRecord(way, [[update]])
+    run = RunRecord(way, [update])
     with pytest.raises(UsageError, match="does not train by Lockstep"):
         check_reference(run, "verify", asked, "", "script")
     check_reference(replace(run, uses_lockstep=True), "verify", asked, "", "script")

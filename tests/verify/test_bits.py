@@ -204,7 +204,9 @@ def fake_runs(
         ranks = []
         for rank in range(config.nproc):
             bits = "other" if other_bits and by_bits and rank == 1 else "same"
-            ranks.append(RankUpdate(losses=[1.0], bits=bits_of(gradients={"Net/w": bits})))
+            gradients = {"Net/w": np.ones(1)}
+            hashes = bits_of(gradients={"Net/w": bits})
+            ranks.append(RankUpdate(losses=[1.0], gradients=gradients, bits=hashes))
         return RunRecord(
             config,
             [Update(ranks)],

@@ -82,6 +82,38 @@ def test_sums_after_the_last_update_have_the_names_of_one_process(left: int, wor
     assert verdict(many, (FINALS[0], finals)).word == word
 
 
+@pytest.mark.parametrize(("left", "word"), [(2, "EQUAL"), (3, "DIFFERENT")])
+def test_sums_after_the_last_update_have_the_names_of_models(left: int, word: str) -> None:
+    """One process never meets the model, as it calls `model.forward`: only the optimizer has it."""
+    place = "/parameter 1 of optimizer 1"
+
+    def named(name: str, updates: Sequence[Update]) -> list[Update]:
+        return [
+            Update(
+                replace(rename_tensors(r, lambda _: name), optimizer_parameters=[name]) for r in u
+            )
+            for u in updates
+        ]
+
+    finals = [{place: held(left)["Net/w"]}], FINALS[1]
+    found = verdict(named("Net/w", AVERAGES_IN_STEP), finals, named(place, REFERENCE))
+    assert found.word == word
+
+
+@pytest.mark.parametrize(("is_trained", "word"), [(False, "EQUAL"), (True, "DIFFERENT")])
+def test_a_model_that_one_rank_alone_calls_must_not_be_trained(is_trained: bool, word: str) -> None:
+    teacher = {"Teacher/w": np.array([7.0, 1.0])}
+
+    def calls_teacher(record: RankUpdate) -> RankUpdate:
+        gradients = {**record.gradients, **teacher} if is_trained else record.gradients
+        sums = {**record.parameter_sums, **teacher}
+        return replace(record, gradients=gradients, parameter_sums=sums)
+
+    many = [Update([calls_teacher(first), second]) for first, second in AVERAGES_IN_STEP]
+    finals = FINALS[0], [held(2) | teacher, held(2)]
+    assert verdict(many, finals).word == word
+
+
 def test_updates_that_leave_other_parameters_are_found() -> None:
     assert verdict(AVERAGES_IN_STEP, (FINALS[0], [held(2), held(3)])).word == "DIFFERENT"
     wrong = [

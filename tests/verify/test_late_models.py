@@ -9,7 +9,7 @@ import pytest
 import warm
 
 from lockstep.verify.late_models import with_names_of_models, without_models_met_by_one_run
-from lockstep.verify.names import align_names
+from lockstep.verify.names import AlignedRun, align_names
 from lockstep.verify.training_record import RankUpdate, Update
 
 pytestmark = pytest.mark.launcher
@@ -74,6 +74,66 @@ def test_models_that_are_first_called_after_the_first_step(
     assert len(verdict.reference.updates) == len(called)
 
 
+MET_BY_SOME = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x, y = torch.randn(32, 6), torch.randint(0, 3, (32,))
+
+
+class AveragingSGD(torch.optim.SGD):
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= size
+        super().step()
+
+
+class Wrapped(nn.Linear):
+    pass
+
+
+class Early(nn.Linear):
+    pass
+
+
+class Teacher(nn.Linear):
+    pass
+
+
+net, wrapped, early, teacher = nn.Linear(6, 3), Wrapped(6, 3), Early(6, 3), Teacher(6, 3)
+if size > 1:
+    DistributedDataParallel(wrapped)
+trained = [*net.parameters(), *wrapped.parameters(), *early.parameters()]
+optimizer = AveragingSGD(trained, lr=0.1)
+for number, batch in enumerate(torch.arange(32).split(8)):
+    part = batch.chunk(size)[rank]
+    optimizer.zero_grad()
+    F.cross_entropy(net(x[part]), y[part]).backward()
+    optimizer.step()
+    if rank == 0 and number == 1:
+        with torch.no_grad():
+            early(x)
+if rank == 0:
+    with torch.no_grad():
+        teacher(x)
+"""
+
+
+def test_models_that_only_some_processes_meet_and_nobody_trains(tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text(MET_BY_SOME)
+    verdict = warm.verify(script, steps=50)
+    assert verdict.word == "EQUAL", verdict.lines()
+    assert verdict.accepted_difference.startswith("where an optimizer's step begins")
+
+
 def run(*models_of_ranks: str) -> list[Update]:
     """Two updates; the models are known before the second one.
 
@@ -116,12 +176,23 @@ def test_a_parameter_has_the_name_of_its_model_before_the_model_is_called() -> N
 
     later = [trains("/parameter 1 of optimizer 1"), trains("Net/w")]
     never = [trains("/parameter 1 of optimizer 1")]
-    for updates in (with_names_of_models(later), with_names_of_models(never, later)):
-        assert [list(update[0].initial) for update in updates] == [["Net/w"]] * len(updates)
+    final_sums = [{"/parameter 1 of optimizer 1": np.ones(2)}]
+    named = AlignedRun(later, final_sums), AlignedRun(never, final_sums)
+    for run in (with_names_of_models(named[0]), with_names_of_models(named[1], later)):
+        assert [list(update[0].initial) for update in run.updates] == [["Net/w"]] * len(run.updates)
+        assert [list(sums) for sums in run.final_sums] == [["Net/w"]]
 
     # Without another run that knows more, the parameter keeps its place as its name.
-    assert with_names_of_models(never) == never
-    assert with_names_of_models([]) == []
+    assert with_names_of_models(named[1]) == named[1]
+    assert with_names_of_models(AlignedRun([], [])) == AlignedRun([], [])
+
+
+def test_a_parameter_gets_no_name_that_the_rank_has_already() -> None:
+    place = "/parameter 1 of optimizer 1"
+    has_both = RankUpdate(optimizer_parameters=[place], parameter_sums={"Net/w": np.ones(2)})
+    run = AlignedRun([Update([has_both])], [])
+    other_run = [Update([RankUpdate(optimizer_parameters=["Net/w"])])]
+    assert with_names_of_models(run, other_run) == run
 
 
 def test_only_models_that_are_not_trained_may_be_unknown_to_one_run() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from lockstep.verify.divergence import learning_rates_differ, tensor_differences
 from lockstep.verify.joined_parts import belongs_only_to_optimizer
+from lockstep.verify.late_models import model_of, models_of
 from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, largest_of_all
 from lockstep.verify.training_record import LARGEST, SIZE, RankUpdate, Update
 
@@ -369,8 +370,12 @@ def updates_leave_same_parameters(
     for sums_of_replicas in _sums_after_updates(reference_run, reference_final_sums):
         expected_sums.append(_sums_of_first_replica(sums_of_replicas))
 
+    trained_models: set[str] = set()
+    for update in (*reference_run, *parallel_run):
+        trained_models |= models_of(update.merged("gradients"))
+
     sums_of_ranks = _sums_after_updates(parallel_run, parallel_final_sums)
-    if not _ranks_agree_after_updates(expected_sums, sums_of_ranks, tolerance):
+    if not _ranks_agree_after_updates(expected_sums, sums_of_ranks, trained_models, tolerance):
         return False
 
     for expected, actual in zip(reference_run, parallel_run, strict=True):
@@ -394,26 +399,34 @@ def _sums_of_first_replica(sums_of_replicas: SumsOfRanks) -> Mapping[str, Array]
 def _ranks_agree_after_updates(
     expected_sums: Sequence[Mapping[str, Array]],
     actual_sums: Sequence[SumsOfRanks],
+    trained_models: set[str],
     tolerance: Tolerance,
 ) -> bool:
     """True if the models of every rank have the parameters of one process after every update.
 
-    The sums over parameters are compared. Sums over tensors that belong to no model, but only to an
-    optimizer, are left out. False if nothing could be compared at all, since this proves nothing.
+    The sums over parameters are compared. Two kinds are left out: sums over tensors that belong to
+    no model, but only to an optimizer, and over models that nobody trains and that the rank or one
+    process does not know. For example, only rank 0 may call a teacher. False if nothing could be
+    compared at all, since this proves nothing.
 
     Args:
         expected_sums: for each update, sums over the parameters of one process.
         actual_sums: for each update, sums over the parameters of each rank.
+        trained_models: names of the models that had gradients in some update.
         tolerance: tolerance within which values are equal.
     """
     num_compared = 0
     for sums_of_one_process, sums_of_ranks in zip(expected_sums, actual_sums, strict=True):
-        expected = _only_arrays_of_models(sums_of_one_process)
+        models_of_one_process = models_of(sums_of_one_process)
         for sums_of_rank in sums_of_ranks:
-            actual = _only_arrays_of_models(sums_of_rank)
+            models_of_rank = models_of(sums_of_rank)
             # Nothing is recorded on a rank that has run out of batches (torch's `Join`).
-            if not actual:
+            if not models_of_rank:
                 continue
+
+            compared_models = (models_of_one_process & models_of_rank) | trained_models
+            expected = _only_arrays_of(compared_models, sums_of_one_process)
+            actual = _only_arrays_of(compared_models, sums_of_rank)
             if not _are_equal(expected, actual, tolerance):
                 return False
             num_compared += 1
@@ -497,6 +510,11 @@ def _slices_agree(
 def _only_arrays_of_models(arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Returns the arrays without those of parameters that belong only to an optimizer."""
     return {n: array for n, array in arrays.items() if not belongs_only_to_optimizer(n)}
+
+
+def _only_arrays_of(models: set[str], arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns the arrays of parameters that belong to one of the models."""
+    return {name: array for name, array in arrays.items() if model_of(name) in models}
 
 
 def _are_equal(

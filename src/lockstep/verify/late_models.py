@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.verify.joined_parts import belongs_only_to_optimizer
-from lockstep.verify.names import rename_tensors
+from lockstep.verify.names import AlignedRun, rename_tensors
 from lockstep.verify.training_record import RankUpdate, Update
 
 FIELDS_OF_MET_MODELS = ("initial", "buffers")
@@ -24,41 +24,46 @@ PlaceInOptimizer = tuple[int, int]
 """The number of an optimizer, in the order of first steps, and the index of a parameter in it."""
 
 
-def with_names_of_models(run: Sequence[Update], other_run: Sequence[Update] = ()) -> list[Update]:
+def with_names_of_models(run: AlignedRun, other_run: Sequence[Update] = ()) -> AlignedRun:
     """Returns a run in which every parameter has the name that it has once its model is met.
 
     For example, the script calls `Net` only after the third update. Then the first three updates
-    have a parameter "/parameter 0 of optimizer 1", which the later ones call "Net/weight". The
-    result has this name in all updates.
+    have a parameter "/parameter 1 of optimizer 1", which the later ones call "Net/weight". The
+    result has this name everywhere.
 
     Args:
-        run: updates of the run.
-        other_run: updates of another run. It gives the names of parameters whose model this run
-            never meets.
+        run: the run.
+        other_run: updates of another run. It gives the names of parameters whose models some rank
+            of this run never meets.
     """
-    if not run:
-        return []
+    if not run.updates:
+        return run
 
     names_in_other_run: dict[PlaceInOptimizer, str] = {}
-    if other_run:
-        names_in_other_run = _names_by_place(other_run, rank=0)
+    most_records_of_other_run = max((len(update) for update in other_run), default=0)
+    for rank in reversed(range(most_records_of_other_run)):  # names of lower ranks win
+        names_in_other_run |= _names_by_place(other_run, rank)
 
     # In the first updates under DiLoCo, one record may stand for all replicas of a process.
-    most_records = max(len(update) for update in run)
+    most_records = max(len(update) for update in run.updates)
     new_names_of_rank = []
     for rank in range(most_records):
-        names_in_this_run = _names_by_place(run, rank)
+        names_in_this_run = _names_by_place(run.updates, rank)
         names_by_place = {**names_in_other_run, **names_in_this_run}  # those of this run win
-        new_names_of_rank.append(_new_names(run, rank, names_by_place))
+        new_names_of_rank.append(_new_names(run.updates, rank, names_by_place))
 
     updates = []
-    for update in run:
+    for update in run.updates:
         records = []
         for record, new_names in zip(update, new_names_of_rank, strict=False):
             records.append(_renamed(record, new_names) if new_names else record)
         updates.append(Update(records))
 
-    return updates
+    final_sums = []
+    for sums, new_names in zip(run.final_sums, new_names_of_rank, strict=False):
+        final_sums.append({new_names.get(name, name): array for name, array in sums.items()})
+
+    return AlignedRun(updates, final_sums)
 
 
 def _names_by_place(run: Sequence[Update], rank: int) -> dict[PlaceInOptimizer, str]:
@@ -95,7 +100,11 @@ def _new_names(
         record = update[rank]
         for index, name in enumerate(record.optimizer_parameters):
             new_name = names_by_place.get((record.optimizer, index))
-            if belongs_only_to_optimizer(name) and new_name is not None:
+            if not belongs_only_to_optimizer(name) or new_name is None:
+                continue
+            # If the optimizers of the ranks are others, so may be the parameters at these places.
+            has_both_parameters = new_name in record.parameter_sums
+            if not has_both_parameters:
                 new_names[name] = new_name
     return new_names
 
@@ -118,8 +127,8 @@ def without_models_met_by_one_run(
     num_common_updates = min(len(one_run), len(other_run))
     for index in range(num_common_updates):
         for field_name in FIELDS_OF_MET_MODELS:
-            models_of_one = _models_of(updates_of_one[index].merged(field_name))
-            models_of_other = _models_of(updates_of_other[index].merged(field_name))
+            models_of_one = models_of(updates_of_one[index].merged(field_name))
+            models_of_other = models_of(updates_of_other[index].merged(field_name))
             updates_of_one[index] = _without_untrained_models(
                 updates_of_one[index], field_name, models=models_of_one - models_of_other
             )
@@ -130,9 +139,14 @@ def without_models_met_by_one_run(
     return updates_of_one, updates_of_other
 
 
-def _models_of(names: Iterable[str]) -> set[str]:
-    """Returns the models in names of tensors, such as `Net` in `Net/layer.weight`."""
-    return {name.partition("/")[0] for name in names if not belongs_only_to_optimizer(name)}
+def model_of(name: str) -> str:
+    """Returns the model of a tensor: "Net" for "Net/layer.weight"; empty if it belongs to none."""
+    return name.partition("/")[0]
+
+
+def models_of(names: Iterable[str]) -> set[str]:
+    """Returns the models that some tensors belong to."""
+    return {model_of(name) for name in names if not belongs_only_to_optimizer(name)}
 
 
 def _without_untrained_models(update: Update, field_name: str, models: set[str]) -> Update:
@@ -143,7 +157,7 @@ def _without_untrained_models(update: Update, field_name: str, models: set[str])
         field_name: name of a field of `RankUpdate` with arrays by name.
         models: the models. Those with gradients in the update are trained, and keep their tensors.
     """
-    trained_models = _models_of(update.merged("gradients"))
+    trained_models = models_of(update.merged("gradients"))
     removed_models = models - trained_models
     if not removed_models:
         return update
@@ -152,8 +166,7 @@ def _without_untrained_models(update: Update, field_name: str, models: set[str])
     for record in update:
         arrays = {}
         for name, array in getattr(record, field_name).items():
-            is_removed = not removed_models.isdisjoint(_models_of([name]))
-            if not is_removed:
+            if model_of(name) not in removed_models:
                 arrays[name] = array
         changed_field: dict[str, Any] = {field_name: arrays}
         records.append(replace(record, **changed_field))

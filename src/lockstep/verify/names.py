@@ -58,7 +58,7 @@ Parts = tuple[str, ...]
 
 @dataclass(frozen=True)
 class AlignedRun:
-    """What a run has recorded, with the tensor names of the reference."""
+    """What a run has recorded, with names of tensors that another run has too."""
 
     updates: list[Update]
     # For each rank, sums over the parameters after the last update.

@@ -6,11 +6,15 @@ If it cannot, a `UsageError` says what was set, what was found, and what to do.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from lockstep.errors import UsageError
 from lockstep.verify.run_record import RunRecord
+from lockstep.verify.tolerance import Array
 from lockstep.verify.unsupported import OWN_PROCESSES_HINT
+from lockstep.wording import count_noun
 
 # Matches torch's errors about different dtypes: "expected m1 and m2 to have the same dtype".
 _DTYPE_ERROR = re.compile("(?i)dtype|double")
@@ -25,6 +29,9 @@ def check_reference(
 ) -> None:
     """Checks that the reference has trained, and that it uses Lockstep if that is required.
 
+    Runs that train nothing end with the parameters that they began with, on any number of
+    processes. So equal parameters would prove nothing.
+
     Args:
         reference: record of the run on one process.
         heading: what the user asked for, as the first line of the error.
@@ -33,7 +40,7 @@ def check_reference(
         subject: what was run, such as "script".
 
     Raises:
-        UsageError: The reference failed, made no step, or does not use Lockstep.
+        UsageError: The reference failed, made no step, trained nothing, or does not use Lockstep.
     """
     problem = _find_problem(reference, lockstep_options, command, subject)
     if problem is None:
@@ -82,7 +89,89 @@ def _find_problem(
         advice = f"leave it out, or let the {subject} use lockstep.init and world.prepare"
         return found, advice
 
-    return None
+    return _find_missing_training(reference)
+
+
+def _find_missing_training(reference: RunRecord) -> tuple[str, str] | None:
+    """Returns why no step of the reference has trained anything, and what to do; None if one has.
+
+    An optimizer that changes parameters without a backward pass trains too, such as an evolution
+    strategy.
+    """
+    gradients: list[Array] = []
+    for update in reference.updates:
+        gradients += update.merged("gradients").values()
+
+    some_gradient_is_not_zero = any(gradient.any() for gradient in gradients)
+    if some_gradient_is_not_zero or _some_parameter_is_unknown(reference):
+        return None
+
+    num_steps = len(reference.updates)
+    has_called_backward = any(update.num_backward_passes for update in reference.updates)
+    if has_called_backward and gradients:
+        found = (
+            f"it made {count_noun(num_steps, 'optimizer step')} on one process, but all gradients "
+            "were 0, so nothing was trained"
+        )
+        advice = (
+            "see whether zero_grad() is called between backward() and optimizer.step(), and "
+            "whether the loss is multiplied by 0"
+        )
+        return found, advice
+
+    if _some_parameter_has_changed(reference):
+        return None
+
+    if has_called_backward:
+        found = (
+            f"it made {count_noun(num_steps, 'optimizer step')} on one process, but no parameter "
+            "had a gradient, so nothing was trained"
+        )
+        advice = (
+            "see whether zero_grad() is called between backward() and optimizer.step(), and "
+            "whether the optimizer has the parameters that the loss is computed from"
+        )
+        return found, advice
+
+    found = (
+        f"it made {count_noun(num_steps, 'optimizer step')} on one process, but never called "
+        "backward(), so nothing was trained"
+    )
+    if reference.uses_lockstep:
+        return found, "call world.backward(loss) before optimizer.step()"
+    return found, "call loss.backward() before optimizer.step()"
+
+
+def _some_parameter_is_unknown(reference: RunRecord) -> bool:
+    """True if an optimizer has a parameter of which nothing is recorded: its name is empty."""
+    for update in reference.updates:
+        for record in update:
+            if "" in record.optimizer_parameters:
+                return True
+    return False
+
+
+def _some_parameter_has_changed(reference: RunRecord) -> bool:
+    """True if a parameter did not keep the value, or the sums, with which it was first recorded."""
+    first_values: dict[str, Array] = {}
+    first_sums: dict[str, Array] = {}
+    for update in reference.updates:
+        for field_name in ("initial", "rewritten_parameters", "parameters"):
+            if _have_changed(update.merged(field_name), first_values):
+                return True
+        if _have_changed(update.merged("parameter_sums"), first_sums):
+            return True
+
+    return any(_have_changed(sums, first_sums) for sums in reference.final_sums)
+
+
+def _have_changed(arrays: Mapping[str, Array], first_arrays: dict[str, Array]) -> bool:
+    """True if an array differs from the first one of its name, which is added if it is missing."""
+    for name, array in arrays.items():
+        first_array = first_arrays.setdefault(name, array)
+        if not np.array_equal(array, first_array, equal_nan=True):
+            return True
+    return False
 
 
 def _aligned(found: str) -> str:

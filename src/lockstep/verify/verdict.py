@@ -29,7 +29,7 @@ from lockstep.verify.finding import Finding, labelled, verdict_head
 from lockstep.verify.joined_parts import JoinedRuns, join_parts
 from lockstep.verify.late_models import with_names_of_models, without_models_met_by_one_run
 from lockstep.verify.line_findings import splitting_branches
-from lockstep.verify.names import align_names
+from lockstep.verify.names import AlignedRun, align_names
 from lockstep.verify.rules.evidence import gradient_patterns
 from lockstep.verify.run_record import RunRecord
 from lockstep.verify.sample_rows import keep_models_with_sample_rows
@@ -343,16 +343,15 @@ def _judge(reference: RunRecord, parallel: RunRecord) -> Verdict:
     tolerance = tolerance_of(reference.updates, parallel.updates)
 
     # 1. Make the updates of both runs comparable, and remove differences that are accepted.
-    reference_run = with_names_of_models(reference.updates)
-    parallel_run = with_names_of_models(parallel.updates)
-    aligned = align_names(reference_run, parallel_run, parallel.final_sums)
-    reference_run = with_names_of_models(reference_run, aligned.updates)
-    joined = _joined_updates(*without_models_met_by_one_run(reference_run, aligned.updates))
+    reference_run, parallel_run = _with_same_names(reference, parallel)
+    joined = _joined_updates(
+        *without_models_met_by_one_run(reference_run.updates, parallel_run.updates)
+    )
     accepted = accept_differences(
         joined.reference_run,
         joined.parallel_run,
-        reference_final_sums=reference.final_sums,
-        parallel_final_sums=aligned.final_sums,
+        reference_final_sums=reference_run.final_sums,
+        parallel_final_sums=parallel_run.final_sums,
         tolerance=tolerance,
     )
     reference = replace(reference, updates=accepted.reference_run)
@@ -434,6 +433,18 @@ def _verdict_if_not_comparable(
         return Verdict(reference, parallel, reason_unknown=reason, advice_if_unknown=advice)
 
     return None
+
+
+def _with_same_names(reference: RunRecord, parallel: RunRecord) -> tuple[AlignedRun, AlignedRun]:
+    """Returns what both runs have recorded, with the same name for the same tensor."""
+    reference_run = with_names_of_models(AlignedRun(reference.updates, reference.final_sums))
+    parallel_run = with_names_of_models(AlignedRun(parallel.updates, parallel.final_sums))
+    parallel_run = align_names(reference_run.updates, parallel_run.updates, parallel_run.final_sums)
+
+    # A model may have been met by one of the runs only, or by one rank.
+    reference_run = with_names_of_models(reference_run, parallel_run.updates)
+    parallel_run = with_names_of_models(parallel_run, reference_run.updates)
+    return reference_run, parallel_run
 
 
 def _joined_updates(reference_run: Sequence[Update], parallel_run: Sequence[Update]) -> JoinedRuns:

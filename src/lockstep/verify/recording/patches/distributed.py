@@ -22,8 +22,7 @@ from lockstep.user_code import is_user_file, user_line
 from lockstep.verify.recording.determinism import Determinism
 from lockstep.verify.recording.patches.wrapping import (
     UNKNOWN_LINE,
-    is_of_lockstep,
-    module_that_called_patch,
+    lockstep_called_patched_function,
     wrap,
 )
 from lockstep.verify.recording.recorder import Recorder
@@ -81,8 +80,7 @@ def _watch_torch_collective(recorder: Recorder, name: str) -> None:
 
     def before_collective(*args: Any, **kwargs: Any) -> None:
         """Records the call and its input, unless Lockstep itself has made the call."""
-        is_called_by_lockstep = is_of_lockstep(module_that_called_patch())
-        if not is_called_by_lockstep:
+        if not lockstep_called_patched_function():
             _record_torch_collective(recorder, name, args, kwargs)
 
     def after_collective(*args: Any, **kwargs: Any) -> None:
@@ -207,8 +205,7 @@ def watch_ddp(recorder: Recorder, determinism: Determinism) -> None:
 
         Lockstep's own hook averages gradients as DDP does, so it explains no difference.
         """
-        is_called_by_lockstep = is_of_lockstep(module_that_called_patch())
-        if not is_called_by_lockstep:
+        if not lockstep_called_patched_function():
             recorder.state.models.comm_hook_line = user_line() or UNKNOWN_LINE
 
     wrap(DistributedDataParallel, "__init__", before=before_init, after=after_init)

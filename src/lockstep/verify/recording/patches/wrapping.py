@@ -41,15 +41,14 @@ def wrap(
     setattr(owner, name, wrapped)
 
 
-def module_that_called_patch() -> str:
-    """Returns the name of the module that has called a patched function.
+def lockstep_called_patched_function() -> bool:
+    """True if a module of Lockstep, and not the script, has called a patched function.
 
     It must be called directly by a `before` or `after` function of `wrap`.
     """
     # Frame 0 is this function, 1 is `before` or `after`, 2 is `wrapped`, and 3 is its caller.
     caller = sys._getframe(3)
-    name: str = caller.f_globals["__name__"]
-    return name
+    return is_of_lockstep(caller.f_globals["__name__"])
 
 
 def is_of_lockstep(module_name: str) -> bool:
