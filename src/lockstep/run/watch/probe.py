@@ -434,25 +434,26 @@ def _idle_event_loops() -> list[int]:
     for thread, innermost_frame in sys._current_frames().items():
         caller = innermost_frame.f_back
         if caller is None or caller.f_code.co_filename != asyncio_loops.__file__:
-            continue
-        is_in_loop = caller.f_code.co_name == "_run_once"
-        if is_in_loop and _waits_for_threads_alone(innermost_frame, caller):
+            continue  # no event loop has called the innermost function
+        if _waits_for_threads_alone(innermost_frame, loop_frame=caller):
             threads.append(thread)
     return threads
 
 
-def _waits_for_threads_alone(select: FrameType, run_once: FrameType) -> bool:
+def _waits_for_threads_alone(innermost_frame: FrameType, loop_frame: FrameType) -> bool:
     """Returns True if an event loop waits without a timeout, and for no connection or pipe.
 
     Args:
-        select: the innermost frame, that of the method `select` of the loop's selector.
-        run_once: the frame of the loop that has called it. Its `timeout` is None if nothing is to
-            be called now or later.
+        innermost_frame: the frame of what the loop has called.
+        loop_frame: the frame of the loop.
     """
-    selector = select.f_locals.get("self")
-    if select.f_code.co_name != "select" or not isinstance(selector, selectors.BaseSelector):
+    selector = innermost_frame.f_locals.get("self")
+    is_in_select = innermost_frame.f_code.co_name == "select"
+    if not is_in_select or not isinstance(selector, selectors.BaseSelector):
         return False
-    has_timeout = run_once.f_locals.get("timeout", 0) is not None
+
+    # The loop passes None if it has nothing to call, now or later.
+    has_timeout = loop_frame.f_locals.get("timeout", 0) is not None
 
     # Every loop has registered one socket, by which other threads wake it.
     registered = selector.get_map()

@@ -74,7 +74,7 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
     if main_thread in stacks:
         main_stack = stacks.pop(main_thread)
 
-    idle_loops = [stacks.pop(thread) for thread in answer["idle_loops"] if thread in stacks]
+    idle_loops = [stacks.pop(thread) for thread in answer.get("idle_loops", ()) if thread in stacks]
 
     # The process group that the main thread is about to create, if any.
     group_being_made = None
