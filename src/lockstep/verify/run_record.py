@@ -68,8 +68,8 @@ class RunRecord:
     branch_outcomes: Sequence[Mapping[Place, int]] = ()
     # Ranks that did not train while others did.
     idle_ranks: Sequence[int] = ()
-    # True if the time limit was over before the least number of steps was made.
-    made_least_steps: bool = False
+    # True if the steps were so slow that the time limit ended the run after `MIN_STEPS` of them.
+    time_was_short: bool = False
 
     @property
     def steps(self) -> int:
@@ -78,8 +78,8 @@ class RunRecord:
 
     @property
     def advice_on_more_steps(self) -> str:
-        """How to compare more steps than the few that were made; empty if they are no few."""
-        if not self.made_least_steps:
+        """How to compare more steps if the time limit was short; empty if it was not."""
+        if not self.time_was_short:
             return ""
         return (
             f"{MIN_STEPS} steps took more than {self.config.seconds:g} seconds: "
@@ -127,6 +127,7 @@ def record_run(
     for end in ends.values():
         switched_off |= dict.fromkeys(end.switched_off)
 
+    # With `--steps 3`, the run has no time limit, and is ended after as many steps as were wanted.
     stopped_at = _first_text(ends, "stopped_at")
     has_time_limit = config.seconds is not None and config.steps > MIN_STEPS
     num_steps = max((most_steps(updates) for updates in updates_of_ranks), default=0)
@@ -152,7 +153,7 @@ def record_run(
         final_sums=[_arrays(end.final_sums) for end in end_of_each_rank],
         branch_outcomes=[_outcomes(end.branch_outcomes) for end in end_of_each_rank],
         idle_ranks=idle_ranks,
-        made_least_steps=bool(stopped_at) and has_time_limit and num_steps == MIN_STEPS,
+        time_was_short=bool(stopped_at) and has_time_limit and num_steps == MIN_STEPS,
     )
 
 
