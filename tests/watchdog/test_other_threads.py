@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from fake_snapshots import completed_all_reduces, make_call, make_snapshots, rank_state, stack_in_op
-from ranks import HANG_S
+from ranks import HANG_S, in_clean_process
 from test_probe import ask_probe, installed_probe, state_from_answer, wait_until
 
 from lockstep.run.watch import hang, probe
@@ -335,6 +335,7 @@ def test_an_event_loop_that_runs_the_users_code_may_make_the_call() -> None:
         may_end.set()
 
 
+@in_clean_process
 def test_the_answer_tells_idle_event_loops_from_other_threads(tmp_path: Path) -> None:
     with running_loop(nothing) as idle, running_loop(a_server), installed_probe(tmp_path):
         wait_until(lambda: idle in probe._idle_event_loops())
