@@ -133,8 +133,8 @@ class DynamicRendezvous(Rendezvous):
     def has_node_left_attempt(self) -> bool:
         """Returns True if a node of the present attempt has gone, or has begun a later one.
 
-        A launcher asks this while its ranks still finish the present attempt and it has already
-        asked for the next one, so it compares the rounds that the nodes have started.
+        The launcher may have asked for the next attempt already. So the rounds are compared that
+        the nodes have started, and not those that they have asked for.
         """
         own_started = self._peers.own.last_started_round
         for node in self._peers.all():

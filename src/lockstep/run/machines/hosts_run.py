@@ -169,7 +169,7 @@ class HostsRun:
         finally:
             self._main_task = None  # so that a signal does not cancel the following steps
 
-            # Heartbeats go on meanwhile: a helper that gets none takes this machine for lost.
+            # The task with the heartbeats goes on meanwhile, as it also prints what still arrives.
             await asyncio.gather(*(connection.close() for connection in self._connections))
             heartbeats.cancel()
             await self._print_rest_of_output()
