@@ -277,6 +277,22 @@ def back_to_the_best(strategy: Any) -> dict[str, Tensor]:
         return whole(model)
 
 
+def cleared_after_forward(strategy: Any, *, set_to_none: bool) -> dict[str, Tensor]:
+    """`model.zero_grad()` is called while the model has whole parameters, on several ranks in each
+    of several micro-batches. (To write zeros between micro-batches is refused.)"""
+    with lockstep.init(strategy, seed=5) as world:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        size = 3 if world.size > 1 and set_to_none else None
+        for batch in world.loader(tensors(48), 16, micro_batch_size=size):
+            loss = entropy(model, batch)
+            model.zero_grad(set_to_none)
+            world.backward(loss)
+            optimizer.step()
+        return whole(model)
+
+
 def norms(strategy: Any) -> dict[str, Tensor]:
     """Of gradients of two types, of which a rank may have nothing of one; and the smallest."""
     model = net().float()
@@ -321,6 +337,8 @@ EXACT: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "LBFGS": searched,
     "a unit before the model": lambda s: train(s, net(), unit_first, samples=48),
     "back to the best": back_to_the_best,
+    "cleared after forward": partial(cleared_after_forward, set_to_none=True),
+    "zeroed after forward": partial(cleared_after_forward, set_to_none=False),
 }
 LEFT: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "evaluation that is left": lambda s: train(s, net(), between=left),

@@ -132,6 +132,7 @@ class ShardedModule(Extension):
         root.register_forward_hook(self._after_forward, always_call=True)
         root.register_load_state_dict_pre_hook(self._before_load)
         torch_compat.replace_apply(root, self._refuse_conversion)
+        root.zero_grad = self._zero_grad
         for unit in self._units:
             refuse_copies(unit)
 
@@ -391,6 +392,25 @@ class ShardedModule(Extension):
         if self._mesh.ndim > 1:
             shards = {name: shard.to_local() for name, shard in self._shards.items()}
             yield EqualTensors(shards, {}, self._mesh.get_group(0))
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        """Replaces `nn.Module.zero_grad`: clears the gradients of shards and scalars.
+
+        Between a forward and a backward pass the model has whole parameters in the place of shards.
+        Torch's method would clear the gradients of these: those of earlier micro-batches of the
+        global batch, and not those that the optimizer has used.
+
+        Args:
+            set_to_none: False to fill the gradients with zeros.
+        """
+        for parameter in (*self._shards.values(), *self._scalars.values()):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if set_to_none:
+                parameter.grad = None
+            else:
+                gradient.detach_().zero_()
 
     def _refuse_conversion(self, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Replaces `nn.Module._apply`, which `module.to(...)` and similar methods call.
