@@ -43,6 +43,13 @@ from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import VirtualRanks
 from lockstep.settings import Choice, too_few_virtual_ranks_error
 
+USE_ALL_IN_EVERY_VIRTUAL_RANK = (
+    "use all trained parameters in every virtual rank: call an expert also with no rows, or add "
+    "0 * parameter.sum() to what the model returns; or leave virtual_ranks out"
+)
+"""Advice for models of which virtual ranks use different parameters, such as mixtures of experts.
+`find_unused_parameters` does not work with virtual ranks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPlan:

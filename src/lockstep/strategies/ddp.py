@@ -136,6 +136,7 @@ class DDP(base.Strategy):
                 f"{self.name}:find_unused_parameters=true",
                 "every virtual rank has to use all parameters, so that its gradient has its place "
                 "in the sum",
+                base.USE_ALL_IN_EVERY_VIRTUAL_RANK,
             )
         if self.compress is not None and not run.settings.uncompressed:
             base.refuse_virtual_ranks(
@@ -836,14 +837,18 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if self.options.find_unused_parameters or self.options.static_graph:
             return
 
-        # The advice for most parameters is `find_unused_parameters`, but this does not help for
-        # weights with sparse gradients. These get another advice.
-        sparse = [name for name in sparse_weights(self.module) if name in missing]
+        if self.virtual_ranks is not None:
+            advice = base.USE_ALL_IN_EVERY_VIRTUAL_RANK
+        else:
+            # The advice for most parameters is `find_unused_parameters`, but this does not help for
+            # weights with sparse gradients. These get another advice.
+            sparse = [name for name in sparse_weights(self.module) if name in missing]
+            advice = _advice_on_unused(sparse)
         raise UsageError(
             "an optimizer step while some parameters have no gradient",
             f"{len(missing)} of {len(trained)} were not used for the loss: "
             f"{join_first(missing)}; DDP waits for them, so others may not be averaged either",
-            _advice_on_unused(sparse),
+            advice,
             code="LS301",
         )
 

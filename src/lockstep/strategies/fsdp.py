@@ -61,6 +61,7 @@ from lockstep.optim.precision import HALF_DTYPES
 from lockstep.session.extension import Extension
 from lockstep.settings import Choice, check_whole_number
 from lockstep.strategies.base import (
+    USE_ALL_IN_EVERY_VIRTUAL_RANK,
     PreparedModule,
     Strategy,
     StrategyPlan,
@@ -177,6 +178,7 @@ class FSDP(Strategy):
                 f"{self.name}:find_unused_parameters=true",
                 "every virtual rank has to use all parameters, so that its gradient has its place "
                 "in the sum",
+                USE_ALL_IN_EVERY_VIRTUAL_RANK,
             )
 
         torch_finds_unused = hasattr(

@@ -28,10 +28,12 @@ from torch.optim import Optimizer
 
 from lockstep.batch.indices import ceil_div
 from lockstep.communication.summation_tree import push
-from lockstep.errors import UsageError
+from lockstep.communication.tree_sum import TreeSums
+from lockstep.errors import RanksDifferError, UsageError
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
+from lockstep.strategies.base import USE_ALL_IN_EVERY_VIRTUAL_RANK
 from lockstep.strategies.bit_sums import gradient_bit_sums
 from lockstep.strategies.virtual_ranks import (
     SkippedVirtualRanks,
@@ -122,12 +124,12 @@ class TreeReduceScatter:
         self.forget()
         scale = 1.0 / self._tree.num_virtual_ranks
         if self._num_copies == 1:
-            sums.start_reduce_scatter(slices_of_partial_sums, output_tensor, scale=scale)()
+            _sum_slices(sums, slices_of_partial_sums, output_tensor, scale)
             return
 
         length_of_slice = ceil_div(len(output_tensor), self._num_copies)
         own_slice = output_tensor.new_empty(length_of_slice)
-        sums.start_reduce_scatter(slices_of_partial_sums, own_slice, scale=scale)()
+        _sum_slices(sums, slices_of_partial_sums, own_slice, scale)
 
         # Adding -0.0 changes no value. Adding 0.0 would turn -0.0 into 0.0.
         output_tensor.fill_(-0.0)
@@ -294,7 +296,7 @@ class TreeReduceScatter:
                 "virtual_ranks under fsdp, with parameters that not all of them use",
                 f"virtual rank {micro_batch.virtual_rank_number} has used other parameters of a "
                 "unit than those before it",
-                "use all parameters for every sample, or leave virtual_ranks out",
+                USE_ALL_IN_EVERY_VIRTUAL_RANK,
             )
 
     def _push_next(self, gradient: Tensor, merges: Sequence[int]) -> None:
@@ -310,6 +312,31 @@ class TreeReduceScatter:
         num_merges = merges[self._num_pushed]
         push(self._partial_sums, gradient, num_merges, Tensor.add_)
         self._num_pushed += 1
+
+
+def _sum_slices(
+    sums: TreeSums, slices_of_partial_sums: Sequence[Sequence[Tensor]], total: Tensor, scale: float
+) -> None:
+    """Sums over all virtual ranks; see `TreeSums.start_reduce_scatter`.
+
+    Raises:
+        RanksDifferError: the processes have used different parameters of the unit, or call
+            different collectives.
+    """
+    try:
+        wait = sums.start_reduce_scatter(slices_of_partial_sums, total, scale=scale)
+        wait()
+    except RanksDifferError as error:
+        # The gradient of a unit only contains the parameters that were used. So all ranks may be
+        # here with gradients of different lengths.
+        calls = error.found.split("; ")
+        if not all("reduce_scatter in a tree of" in call for call in calls):
+            raise
+        raise RanksDifferError(
+            "virtual_ranks under fsdp, with parameters that not all of them use",
+            error.found,
+            USE_ALL_IN_EVERY_VIRTUAL_RANK,
+        ) from None
 
 
 class ShardedVirtualRanks(Extension):

@@ -25,7 +25,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.errors import RanksDifferError, warn_about
 from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
-from lockstep.strategies.base import PreparedModule
+from lockstep.strategies.base import USE_ALL_IN_EVERY_VIRTUAL_RANK, PreparedModule
 from lockstep.torch_compat import outside_compiled_code
 from lockstep.wording import join_first
 
@@ -46,7 +46,9 @@ class UnitOrderCheck(Check):
     def module_prepared(self, wrapped: PreparedModule) -> None:
         """Starts counting what this rank uses of a module, if the module has units."""
         if wrapped.units:
-            self._usage_by_module[id(wrapped.module)] = _ModuleUsage(wrapped)
+            self._usage_by_module[id(wrapped.module)] = _ModuleUsage(
+                wrapped, has_virtual_ranks=self.run.settings.virtual_ranks is not None
+            )
 
     def close(self, failed: bool) -> None:
         """Warns if ranks differed in the last step, whose comparison no later step reads."""
@@ -74,9 +76,12 @@ class _ModuleUsage:
 
     Args:
         wrapped: the prepared module with its units.
+        has_virtual_ranks: True if the run has virtual ranks, with which `find_unused_parameters`
+            does not work.
     """
 
-    def __init__(self, wrapped: PreparedModule) -> None:
+    def __init__(self, wrapped: PreparedModule, *, has_virtual_ranks: bool) -> None:
+        self._has_virtual_ranks = has_virtual_ranks
         root = wrapped.module
         self._units = list(wrapped.units)
         self._parameters = dict(root.named_parameters())
@@ -205,11 +210,16 @@ class _ModuleUsage:
             ran = "its units ran in another order on some ranks than on others"
             if units:
                 ran = f"{join_first(units)} ran more often on some ranks than on others"
+            advice = (
+                "let all ranks run the same: choose blocks= so that a unit holds all that only "
+                "some ranks run (the experts of a layer), with find_unused_parameters=True"
+            )
+            if self._has_virtual_ranks:
+                advice = USE_ALL_IN_EVERY_VIRTUAL_RANK
             return RanksDifferError(
                 "forward passes of a sharded model",
                 f"{ran}, and ranks gathered parameters of one unit in the place of another's",
-                "let all ranks run the same: choose blocks= so that a unit holds all that only "
-                "some ranks run (the experts of a layer), with find_unused_parameters=True",
+                advice,
                 code="LS301",
             )
 
@@ -217,11 +227,16 @@ class _ModuleUsage:
         for name, differ in zip(self._parameters, gradients_differ, strict=True):
             if differ:
                 names.append(name)
+        advice = (
+            "use the same parameters on all ranks, or pass "
+            "strategy=lockstep.strategies.FSDP(find_unused_parameters=True)"
+        )
+        if self._has_virtual_ranks:
+            advice = USE_ALL_IN_EVERY_VIRTUAL_RANK
         return RanksDifferError(
             "gradients of a sharded model",
             f"{join_first(names)} had one on some ranks only, and were averaged with those of "
             "others",
-            "use the same parameters on all ranks, or pass "
-            "strategy=lockstep.strategies.FSDP(find_unused_parameters=True)",
+            advice,
             code="LS301",
         )
