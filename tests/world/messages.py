@@ -195,9 +195,9 @@ MESSAGES: dict[str, str] = {
         "  do:    return one number that is at least 0, such as the number of tokens that count"
     ),
     "loss.backward() of a part": (
-        "loss.backward() before optimizer.step()\n"
+        "optimizer.step() without world.backward for this batch\n"
         "  found: this rank's part is 4 of 8 samples, so its mean counts as much as others only when weighted\n"
-        "  do:    call world.backward(loss), which weighs the loss exactly\n"
+        "  do:    call world.backward(loss), which weighs the loss exactly, in place of loss.backward() or torch.autograd.grad\n"
         "  more:  [LS206: lockstep explain LS206]"
     ),
     "sum of an object": (
@@ -242,9 +242,9 @@ MESSAGES: dict[str, str] = {
         "  more:  [LS301: lockstep explain LS301]"
     ),
     "loss.backward() of uneven parts": (
-        "loss.backward() before optimizer.step()\n"
+        "optimizer.step() without world.backward for this batch\n"
         "  found: this rank's part is 5 of 9 samples, so its mean counts as much as others only when weighted\n"
-        "  do:    call world.backward(loss), which weighs the loss exactly\n"
+        "  do:    call world.backward(loss), which weighs the loss exactly, in place of loss.backward() or torch.autograd.grad\n"
         "  more:  [LS206: lockstep explain LS206]"
     ),
     "layer added after prepare": (

@@ -434,7 +434,8 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
                 "order",
             )
 
-        # Third case: the loop calls `loss.backward()`. Say why that is not enough.
+        # Third case: the loop calls `loss.backward()`, or sets the gradients itself. Say why that
+        # is not enough.
         if micro_batch.plain:
             reason = f"the precision is {self._precision.name}, whose loss is scaled"
             code = None
@@ -446,9 +447,10 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
             code = "LS206"
 
         raise UsageError(
-            "loss.backward() before optimizer.step()",
+            "optimizer.step() without world.backward for this batch",
             reason,
-            "call world.backward(loss), which weighs the loss exactly",
+            "call world.backward(loss), which weighs the loss exactly, in place of loss.backward() "
+            "or torch.autograd.grad",
             code=code,
         )
 
