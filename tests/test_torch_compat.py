@@ -11,6 +11,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,32 @@ def test_a_function_that_runs_as_it_is_is_compiled_inside_of_others_only():
     assert graphs_of(marked) == [1]  # `doubled` alone
     assert graphs_of(lambda x: marked(x) + 1, whole=True) == [3]
     assert torch_compat.compiler_is_loaded()
+
+
+class PassesOn(torch_compat.TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("runs_eagerly", [False, True])
+def test_what_has_run_in_a_mode_is_compiled_afterwards_only_if_it_ran_eagerly(runs_eagerly: bool):
+    """The first case tells when torch begins to compile in a mode, or after it."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    in_context = torch_compat.compiled_code_runs_eagerly() if runs_eagerly else nullcontext()
+    with in_context, PassesOn():
+        compiled(torch.ones(2))
+    assert graphs == []
+    compiled(torch.ones(2))
+    assert len(graphs) == int(runs_eagerly)
 
 
 def test_a_hook_outside_of_compiled_code_ends_the_graph():

@@ -1,4 +1,4 @@
-"""Stage `product`: what a user does, by `lockstep run`, whose ranks come from the warm fork server."""
+"""Stage `product`: what a user does, by `lockstep run`. Its ranks come from the fork server."""
 
 from __future__ import annotations
 
