@@ -452,7 +452,7 @@ world = lockstep.init(device="cpu")
 model = torch.nn.Linear(1, 1)
 model, optimizer = world.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 loader = world.loader(torch.utils.data.TensorDataset(torch.ones(4, 1)), 4)
-checkpoint = world.checkpoint("saved", model=model, optimizer=optimizer)
+checkpoint = world.checkpoint("saved", model=model, optimizer=optimizer, loader=loader)
 checkpoint.resume()
 for (x,) in loader:
     world.backward(model(x).mean())
