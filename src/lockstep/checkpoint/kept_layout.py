@@ -754,14 +754,13 @@ def sections_of(
 ) -> list[Section]:
     """Cuts the states of a training into sections.
 
-    A section is *partial* if each rank has only some of its entries. It is *divided* if it is equal
-    on all ranks of a machine, of which each copies a share. No section is both:
+    There are three kinds of sections:
 
-        section                              if its name is in `partial_names`   otherwise
-        a module                             partial                             divided
-        entry "state" of an optimizer        partial                             divided
-        entry "state" of another object      partial                             (no such section)
-        any other entry, or a whole object   neither                             neither
+    - *partial*: each rank has only some of its entries, and keeps these. Modules and entries
+      "state" are partial if they are in `partial_names`.
+    - *divided*: it is equal on all ranks of a machine, and each of them keeps a share. Other
+      modules and entries "state" of optimizers are divided.
+    - neither: the first rank of each machine keeps all of it. This is everything else.
 
     Example: a model and an SGD optimizer, with no `partial_names`. The file of all objects other
     than modules is "training" (`layout.TRAINING`).

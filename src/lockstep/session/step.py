@@ -846,8 +846,9 @@ class Step:
         virtual_rank = training_pass.micro_batch.virtual_rank
         self._forget_loss_of_last_step(training_pass)
 
-        # If all virtual ranks train one model, the loss of each of them is also kept by itself.
-        if virtual_rank is not None and not virtual_rank.has_own_step:
+        # If all virtual ranks train one model, the loss of each is also kept by itself.
+        trains_common_model = virtual_rank is not None and not virtual_rank.has_own_step
+        if virtual_rank is not None and trains_common_model:
             self._add_loss_of_virtual_rank(training_pass, virtual_rank, loss_to_add)
 
         if virtual_rank is not None and virtual_rank.virtual_ranks_per_process != 1:

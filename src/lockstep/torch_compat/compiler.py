@@ -82,7 +82,7 @@ def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
 
     # If the compiler is not loaded, nothing can be compiled, so the function is called as it is.
     # The first call of `run_uncompiled` would load the compiler, which takes about a second.
-    @compile_only_callees  # so that `call` itself is not compiled either
+    @compile_only_callees  # excludes `call` itself, and `run_uncompiled` excludes the function
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if compiler_is_loaded():

@@ -163,8 +163,8 @@ class UnpreparedSumCheck(Check):
             value: the nest of tensors and numbers that this rank has given to the sum.
             total: the sum over the ranks, a nest like `value`.
         """
-        # The latest pass over an unprepared loader. It is None if the ranks have read other samples
-        # in it: `compare_histories` has compared them at the beginning of `world.sum`.
+        # The latest pass over an unprepared loader. At the beginning of `world.sum`,
+        # `compare_histories` sets it to None if each rank has read different samples.
         latest_pass = self._latest_pass
         size = self.run.collectives.data_parallel.size
         if latest_pass is None or size == 1 or self._has_warned:

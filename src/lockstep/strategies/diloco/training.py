@@ -152,8 +152,8 @@ class DiLoCoTraining(Extension):
     def _note_whether_ranks_are_apart(self, micro_batch: MicroBatch) -> None:
         """Refuses collectives of the script while other ranks may be at another micro-batch.
 
-        If rank 0 has two virtual ranks, and rank 1 has one, their loops have two micro-batches and
-        one for each global batch. All ranks have a last one.
+        If rank 0 has two virtual ranks, and rank 1 has one, then the loop of rank 0 has two
+        micro-batches in each global batch, and that of rank 1 has one. In the last one all meet.
         """
         collectives = self._run.collectives
         num_ranks = self._run.topology.size

@@ -137,7 +137,8 @@ def single_images(values: object, num_samples: int | None = None) -> list[Tensor
         has_image_for_each_sample = len(candidates) == num_samples
         if not has_image_for_each_sample:
             return []
-        # A batch has a row for each sample. The rows of an image are its channels.
+        # The first dimension of an image has the size of its channels, and that of a batch the
+        # number of samples. Only where the two are equal, an image may be a batch.
         may_be_batches = len(candidates[0]) == num_samples
         if not may_be_batches:
             return candidates
