@@ -307,6 +307,23 @@ def test_ranks_that_the_script_has_started_under_a_launcher(free_port: Callable[
     assert "the script has started" not in by_launcher[0][1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        ({"rank": 1}, "give both, or neither under a launcher"),
+        ({"rank": 1, "world_size": 2, "init_method": "tcp//127.0.0.1:1"}, "the forms are 'env://'"),
+    ],
+)
+def test_errors_of_such_ranks_that_are_not_about_their_rank(
+    arguments: dict[str, Any], advice: str
+) -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCKSTEP_LAUNCHER": "lockstep run"}
+    ((kind, text),) = run_ranks(partial(try_init, **arguments), 1, environment=lambda p: alone)
+    assert kind == "SettingError"
+    assert advice in text
+    assert "the script has started" not in text
+
+
 def test_disagreeing_world_sizes(place: Place) -> None:
     init_method, environment = place
     fewer = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

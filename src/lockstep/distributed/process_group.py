@@ -188,8 +188,7 @@ def join_run(
     global _current_run
     _check_in_no_run()
 
-    with _explaining_processes_of_script(environ):
-        topology = _find_topology(environ, settings.init_method, rank, world_size)
+    topology = _find_topology(environ, settings.init_method, rank, world_size)
     set_rank(topology.rank if topology.size > 1 else None)  # errors name this rank from here on
 
     if topology.size == 1 and number_among_spawned() == 1:  # one of them says it for all
@@ -202,7 +201,7 @@ def join_run(
     joined = None
     try:
         if topology.size > 1:
-            with _explaining_processes_of_script(environ):
+            with _explaining_rank_of_launcher(topology, environ):
                 joined = _meet_other_ranks(topology, settings, environ)
             topology = topology.with_hosts(joined.hosts)
         run, choices = _set_up_run(topology, settings, environ, joined)
@@ -220,24 +219,39 @@ def join_run(
 
 
 @contextmanager
-def _explaining_processes_of_script(environ: Mapping[str, str]) -> Iterator[None]:
-    """Adds to errors about this process's rank that the script itself has started the process.
+def _explaining_rank_of_launcher(topology: Topology, environ: Mapping[str, str]) -> Iterator[None]:
+    """Explains errors of the meeting about a rank that this process has inherited.
 
     If each rank of a launcher calls `torch.multiprocessing.spawn`, several processes have the same
-    rank.
+    rank. A rank that the script has set itself is not the launcher's.
     """
     try:
         yield
-    except (SettingError, DuplicateRankError, WorldSizeError) as error:
-        launcher = launcher_above_script(environ)
-        if launcher is None:
+    except (DuplicateRankError, WorldSizeError) as error:
+        if topology.source == SET_BY_SCRIPT:
             raise
-        raise type(error)(
-            error.was_set,
-            f"{error.found}; the script has started this process itself, in a rank of {launcher}",
-            "let one of them start the processes: call the function without "
-            "torch.multiprocessing.spawn, or start the script with --nproc 1",
-        ) from None
+        raise _with_process_of_script(error, environ) from None
+
+
+def _with_process_of_script(error: LockstepError, environ: Mapping[str, str]) -> LockstepError:
+    """Adds to an error about the launcher's rank that the script itself has started the process.
+
+    Args:
+        error: the error.
+        environ: the environment variables.
+
+    Returns:
+        The error; another one if a rank of a launcher has started this process.
+    """
+    launcher = launcher_above_script(environ)
+    if launcher is None:
+        return error
+    return type(error)(
+        error.was_set,
+        f"{error.found}; the script has started this process itself, in a rank of {launcher}",
+        "let one of them start the processes: call the function without "
+        "torch.multiprocessing.spawn, or start the script with --nproc 1",
+    )
 
 
 def _check_in_no_run() -> None:
@@ -291,11 +305,12 @@ def _find_topology(
         if detected.rank == rank and detected.size == world_size:
             return detected
 
-        raise SettingError(
+        error = SettingError(
             f"rank={rank}, world_size={world_size} in the script",
             f"{detected.source} says rank {detected.rank} of {detected.size}",
             "leave them out under a launcher",
         )
+        raise _with_process_of_script(error, environ)
 
     return _topology_set_by_script(environ, init_method, rank, world_size)
 
