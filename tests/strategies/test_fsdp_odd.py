@@ -626,6 +626,41 @@ def machines() -> str:
     return ""
 
 
+class Scaled(Net):
+    """A model with a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+class Clearing(Scaled):
+    """A model that clears more than gradients."""
+
+    num_cleared = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.num_cleared += 1
+        super().zero_grad(set_to_none)
+
+
+def clear_odd_gradients() -> tuple[float, int]:
+    with lockstep.init("fsdp", seed=5) as world:
+        model: Any = world.prepare(net(Scaled))
+        model.scale.grad = torch.ones(2, dtype=torch.float64)[0]  # a view of another tensor
+        model.zero_grad(set_to_none=False)
+        clearing: Any = world.prepare(net(Clearing))
+        clearing.zero_grad()
+        return model.scale.grad.item(), clearing.num_cleared
+
+
+def test_gradients_that_are_views_and_a_zero_grad_of_the_script():
+    assert run_ranks(clear_odd_gradients, 2) == [(0.0, 1)] * 2
+
+
 def test_machines_of_different_size_are_refused_on_every_rank():
     """Of three ranks, two on one machine."""
 

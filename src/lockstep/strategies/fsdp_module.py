@@ -132,7 +132,8 @@ class ShardedModule(Extension):
         root.register_forward_hook(self._after_forward, always_call=True)
         root.register_load_state_dict_pre_hook(self._before_load)
         torch_compat.replace_apply(root, self._refuse_conversion)
-        root.zero_grad = self._zero_grad
+        if type(root).zero_grad is nn.Module.zero_grad:  # else it is a method of the script's own
+            root.zero_grad = self._zero_grad
         for unit in self._units:
             refuse_copies(unit)
 
@@ -409,8 +410,15 @@ class ShardedModule(Extension):
                 continue
             if set_to_none:
                 parameter.grad = None
+                continue
+
+            # As torch does: a gradient with a graph leaves it. One without may be a view, which
+            # `detach_` refuses.
+            if gradient.grad_fn is not None:
+                gradient.detach_()
             else:
-                gradient.detach_().zero_()
+                gradient.requires_grad_(False)
+            gradient.zero_()
 
     def _refuse_conversion(self, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Replaces `nn.Module._apply`, which `module.to(...)` and similar methods call.
