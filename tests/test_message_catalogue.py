@@ -256,13 +256,22 @@ def values_of(message: str) -> dict[str, str]:
 
 
 def translated_value(field: str, value: str) -> str:
-    """Returns what Chinese has for a value: for a class its name, without the article."""
-    if name_of_value(field) in FIELDS_WITH_ARTICLE:
+    """Returns what Chinese has for a value: for a class its name, without the article.
+
+    In most fields a single word is a name, even if the catalogue has the word: "ok" stays "ok".
+    """
+    name = name_of_value(field)
+    if name in FIELDS_WITH_ARTICLE:
         return re.sub(r"\Aan? ", "", value)
-    if name_of_value(field) in language.FIELDS_OF_JOINED_ITEMS:
-        items = [chinese_catalogue().translate(item) for item in value.split(language.AND)]
-        return language.CHINESE_AND.join(items)
-    return chinese_catalogue().translate(value)
+
+    def translate(text: str) -> str:
+        cache = language.Cache(single_words_stay_english=False)
+        may_be_word = name in language.FIELDS_OF_CATALOGUED_WORDS
+        return chinese_catalogue()._translate_text(text, cache, may_be_word=may_be_word).text
+
+    if name in language.FIELDS_OF_JOINED_ITEMS:
+        return language.CHINESE_AND.join(map(translate, value.split(language.AND)))
+    return translate(value)
 
 
 def test_what_was_made_from_a_template_is_recognized() -> None:

@@ -358,7 +358,7 @@ def test_what_a_rank_lacks_differs() -> None:
     [
         (["convolution"], "diloco", "virtual_ranks=2 with strategy='diloco'"),
         (["own"], "pipeline", "virtual_ranks=6 with strategy='pipeline'"),
-        (["synchronised"], None, "virtual_ranks=2 with sync_batchnorm=True: 1 process"),
+        (["synchronised"], None, "virtual_ranks=2 with sync_batchnorm=True)"),
         (["convolution"], "ddp:compress=bf16", "virtual_ranks=2 with strategy='ddp:compress=bf16'"),
         (["closure"], None, "optimizer.step(closure) with virtual_ranks"),
         (["twice"], None, "several backward passes of a batch with virtual_ranks"),
