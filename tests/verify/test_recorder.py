@@ -166,6 +166,16 @@ def test_a_hook_that_clamps_before_the_average_is_named(
     assert any(f"parameter.{register}(hook)" in text for text in finding.cause.evidence)
 
 
+def test_a_hook_that_leaves_nan_as_it_is_has_changed_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    hooked = HOOKED.format(register="register_hook", hook="value.norm()")
+    on_ranks = "(F.mse_loss(model(x), y) * (1 if dist.get_world_size() == 1 else torch.nan))"
+    script.write_text(hooked.replace("F.mse_loss(model(x), y)", on_ranks))
+    verdict = warm.verify(script, batch_times=2)
+    assert verdict.word == "DIFFERENT"
+    assert "LS406" not in [finding.cause.code for finding in verdict.findings]
+
+
 def test_an_optimizer_that_steps_in_a_hook_is_named(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     without_step = HOOKED.replace("    optimizer.step()\n", "")
