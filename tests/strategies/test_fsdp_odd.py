@@ -277,7 +277,9 @@ def back_to_the_best(strategy: Any) -> dict[str, Tensor]:
         return whole(model)
 
 
-def cleared_after_forward(strategy: Any, *, set_to_none: bool) -> dict[str, Tensor]:
+def cleared_after_forward(
+    strategy: Any, *, set_to_none: bool, by_part: bool = False
+) -> dict[str, Tensor]:
     """`model.zero_grad()` is called while the model has whole parameters, on several ranks in each
     of several micro-batches. (To write zeros between micro-batches is refused.)"""
     with lockstep.init(strategy, seed=5) as world:
@@ -287,7 +289,8 @@ def cleared_after_forward(strategy: Any, *, set_to_none: bool) -> dict[str, Tens
         size = 3 if world.size > 1 and set_to_none else None
         for batch in world.loader(tensors(48), 16, micro_batch_size=size):
             loss = entropy(model, batch)
-            model.zero_grad(set_to_none)
+            for part in model.children() if by_part else [model]:
+                part.zero_grad(set_to_none)
             world.backward(loss)
             optimizer.step()
         return whole(model)
@@ -339,6 +342,7 @@ EXACT: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "back to the best": back_to_the_best,
     "cleared after forward": partial(cleared_after_forward, set_to_none=True),
     "zeroed after forward": partial(cleared_after_forward, set_to_none=False),
+    "cleared by part": partial(cleared_after_forward, set_to_none=True, by_part=True),
 }
 LEFT: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "evaluation that is left": lambda s: train(s, net(), between=left),
@@ -647,18 +651,23 @@ class Clearing(Scaled):
         super().zero_grad(set_to_none)
 
 
-def clear_odd_gradients() -> tuple[float, int]:
+def clear_odd_gradients() -> tuple[float, int, int]:
     with lockstep.init("fsdp", seed=5) as world:
         model: Any = world.prepare(net(Scaled))
         model.scale.grad = torch.ones(2, dtype=torch.float64)[0]  # a view of another tensor
         model.zero_grad(set_to_none=False)
         clearing: Any = world.prepare(net(Clearing))
         clearing.zero_grad()
-        return model.scale.grad.item(), clearing.num_cleared
+        copied = copy.deepcopy(model.first)  # a part that is no unit
+        for parameter in copied.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        copied.zero_grad()
+        num_left = sum(parameter.grad is not None for parameter in copied.parameters())
+        return model.scale.grad.item(), clearing.num_cleared, num_left
 
 
-def test_gradients_that_are_views_and_a_zero_grad_of_the_script():
-    assert run_ranks(clear_odd_gradients, 2) == [(0.0, 1)] * 2
+def test_gradients_that_are_views_a_zero_grad_of_the_script_and_that_of_a_copy():
+    assert run_ranks(clear_odd_gradients, 2) == [(0.0, 1, 0)] * 2
 
 
 def test_machines_of_different_size_are_refused_on_every_rank():

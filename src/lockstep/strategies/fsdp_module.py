@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -42,6 +43,43 @@ from lockstep.strategies.fsdp_misuse import (
 from lockstep.strategies.fsdp_unused import UnusedParameters
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.wording import join_first
+
+
+class _ZeroGrad:
+    """Replaces the `zero_grad` of the model or of a submodule: clears the gradients of its shards.
+
+    Between a forward and a backward pass the model has whole parameters in the place of shards.
+    Torch's method would clear the gradients of these: those of earlier micro-batches of the global
+    batch, and not those that the optimizer has used.
+
+    Args:
+        part: the module, whose parameters are shards now.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        self._part = part
+        self._parameters = list(part.parameters())
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if set_to_none:
+                parameter.grad = None
+                continue
+
+            # As torch does: a gradient with a graph leaves it. One without may be a view, which
+            # `detach_` refuses.
+            if gradient.grad_fn is not None:
+                gradient.detach_()
+            else:
+                gradient.requires_grad_(False)
+            gradient.zero_()
+
+    def __reduce__(self) -> tuple[type[MethodType], tuple[Callable[..., None], nn.Module]]:
+        """Gives a copy of a submodule, which has no shards that others use, torch's method."""
+        return MethodType, (nn.Module.zero_grad, self._part)
 
 
 class ShardedModule(Extension):
@@ -132,8 +170,9 @@ class ShardedModule(Extension):
         root.register_forward_hook(self._after_forward, always_call=True)
         root.register_load_state_dict_pre_hook(self._before_load)
         torch_compat.replace_apply(root, self._refuse_conversion)
-        if type(root).zero_grad is nn.Module.zero_grad:  # else it is a method of the script's own
-            root.zero_grad = self._zero_grad
+        for part in root.modules():
+            if type(part).zero_grad is nn.Module.zero_grad:  # else it is the script's own method
+                vars(part)["zero_grad"] = _ZeroGrad(part)
         for unit in self._units:
             refuse_copies(unit)
 
@@ -393,32 +432,6 @@ class ShardedModule(Extension):
         if self._mesh.ndim > 1:
             shards = {name: shard.to_local() for name, shard in self._shards.items()}
             yield EqualTensors(shards, {}, self._mesh.get_group(0))
-
-    def _zero_grad(self, set_to_none: bool = True) -> None:
-        """Replaces `nn.Module.zero_grad`: clears the gradients of shards and scalars.
-
-        Between a forward and a backward pass the model has whole parameters in the place of shards.
-        Torch's method would clear the gradients of these: those of earlier micro-batches of the
-        global batch, and not those that the optimizer has used.
-
-        Args:
-            set_to_none: False to fill the gradients with zeros.
-        """
-        for parameter in (*self._shards.values(), *self._scalars.values()):
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if set_to_none:
-                parameter.grad = None
-                continue
-
-            # As torch does: a gradient with a graph leaves it. One without may be a view, which
-            # `detach_` refuses.
-            if gradient.grad_fn is not None:
-                gradient.detach_()
-            else:
-                gradient.requires_grad_(False)
-            gradient.zero_()
 
     def _refuse_conversion(self, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Replaces `nn.Module._apply`, which `module.to(...)` and similar methods call.
