@@ -48,8 +48,15 @@ def with_names_of_models(run: AlignedRun, other_run: Sequence[Update] = ()) -> A
     most_records = max(len(update) for update in run.updates)
     new_names_of_rank = []
     for rank in range(most_records):
-        names_in_this_run = _names_by_place(run.updates, rank)
-        names_by_place = {**names_in_other_run, **names_in_this_run}  # those of this run win
+        # If the rank has a parameter of that name too, then its optimizer has another one. For
+        # example, the model was replaced after the optimizer had been constructed.
+        names_on_rank = _names_of_parameters(run.updates, rank)
+        names_by_place: dict[PlaceInOptimizer, str] = {}
+        for place, name in names_in_other_run.items():
+            if name not in names_on_rank:
+                names_by_place[place] = name
+
+        names_by_place |= _names_by_place(run.updates, rank)  # those of this run win
         new_names_of_rank.append(_new_names(run.updates, rank, names_by_place))
 
     updates = []
@@ -64,6 +71,17 @@ def with_names_of_models(run: AlignedRun, other_run: Sequence[Update] = ()) -> A
         final_sums.append({new_names.get(name, name): array for name, array in sums.items()})
 
     return AlignedRun(updates, final_sums)
+
+
+def _names_of_parameters(run: Sequence[Update], rank: int) -> set[str]:
+    """Returns the names of all parameters that a rank has in some update."""
+    names: set[str] = set()
+    for update in run:
+        if rank < len(update):
+            record = update[rank]
+            names |= record.initial.keys()  # those of sharded models are recorded here only
+            names |= record.parameter_sums.keys()
+    return names
 
 
 def _names_by_place(run: Sequence[Update], rank: int) -> dict[PlaceInOptimizer, str]:
@@ -100,11 +118,7 @@ def _new_names(
         record = update[rank]
         for index, name in enumerate(record.optimizer_parameters):
             new_name = names_by_place.get((record.optimizer, index))
-            if not belongs_only_to_optimizer(name) or new_name is None:
-                continue
-            # If the optimizers of the ranks are others, so may be the parameters at these places.
-            has_both_parameters = new_name in record.parameter_sums
-            if not has_both_parameters:
+            if belongs_only_to_optimizer(name) and new_name is not None:
                 new_names[name] = new_name
     return new_names
 
