@@ -459,7 +459,10 @@ class Collectives:
         # Only Lockstep itself makes exchanges, at points that all ranks reach.
         is_called_by_user = call.name != "exchange"
         if is_called_by_user:
-            self._check_user_may_call(f"world.{call.name}")
+            self.check_all_ranks_call(
+                f"world.{call.name}",
+                "sum up inside the loop and call the collective once, after it",
+            )
 
         # Inside a block of `main_process_first` the ranks do not run together.
         call_for_message = f"{call.name} {call.detail}".rstrip()
@@ -475,28 +478,22 @@ class Collectives:
         # The slow case: the ranks exchange the full descriptions, to find out what differs.
         return self._compare_calls(call, is_compatible)
 
-    def _check_user_may_call(self, name: str) -> None:
+    def check_all_ranks_call(self, action: str, advice_in_evaluation: str) -> None:
         """Raises UsageError if not all ranks reach this point of the script equally often.
 
+        They would then not call the collective, or call it for another batch.
+
         Args:
-            name: the collective that the script has called, such as "world.sum".
+            action: what needs all ranks, such as "world.sum", for the message.
+            advice_in_evaluation: what to do in the body of an evaluation loop, which some ranks run
+                more often than others.
         """
         if self.blocked_reason is not None:
             raise UsageError(
-                f"{name} in the body of an evaluation loop",
+                f"{action} in the body of an evaluation loop",
                 self.blocked_reason,
-                "sum up inside the loop and call the collective once, after it",
+                advice_in_evaluation,
             )
-        self.check_ranks_are_together(name)
-
-    def check_ranks_are_together(self, action: str) -> None:
-        """Raises UsageError if other ranks may be at another micro-batch of the training loop.
-
-        They would then not call the collective, or call it for another micro-batch.
-
-        Args:
-            action: what needs all ranks, for the message.
-        """
         if self.why_ranks_are_apart is not None:
             raise UsageError(
                 f"{action} in a micro-batch that only some ranks have",
@@ -918,15 +915,7 @@ def exchange_on_all_ranks(
         UsageError: this was called in the body of an evaluation loop, or in a micro-batch that only
             some ranks have.
     """
-    # `blocked_reason` is set in the body of an evaluation loop, which some ranks run more often
-    # than others.
-    if collectives.blocked_reason is not None:
-        raise UsageError(
-            f"{action} in the body of an evaluation loop",
-            collectives.blocked_reason,
-            "do it after the loop",
-        )
-    collectives.check_ranks_are_together(action)
+    collectives.check_all_ranks_call(action, "do it after the loop")
 
     failure: Exception | None = None
     message: dict[str, Any]

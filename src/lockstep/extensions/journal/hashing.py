@@ -129,7 +129,7 @@ class _LargePiece(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a small piece is copied to, within the memory for all of them."""
+    """Says where a small piece is copied to, within the memory for all of them."""
 
     piece: _SmallPiece
     part: TensorPart

@@ -561,7 +561,7 @@ def _check_beginnings(
 
 
 class _DifferenceOfBeginnings(NamedTuple):
-    """Where the stream of an attempt begins to differ from that of the earliest attempt."""
+    """Says where the stream of an attempt begins to differ from that of the earliest attempt."""
 
     attempt_index: int
     sample: int

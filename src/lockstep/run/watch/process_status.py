@@ -232,7 +232,7 @@ class _Ticks(NamedTuple):
 
     own: int
     of_ended_children: int
-    """That of its children which it has waited for."""
+    """The ticks of the children that have ended and that the process has waited for."""
 
 
 def _read_ticks(fields: Sequence[str]) -> _Ticks:
