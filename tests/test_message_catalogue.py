@@ -785,7 +785,13 @@ def check_that_values_keep_their_places(entry: Entry, values: dict[str, str]) ->
     dividing_quotes = [part for part in re.split(r"\{\w+\}", entry.message)[1:-1] if "'" in part]
     if any(part in value for part in dividing_quotes for value in values.values()):
         return
-    alternatives = [{value, translated_value(field, value)} for field, value in values.items()]
+    alternatives = []
+    for field, value in values.items():
+        readings = {value, translated_value(field, value)}
+        # What stands between separators of messages may be a message: "Start; ..." has two.
+        if re.search(rf"(?:\A|\n|; )\{{{field}\}}(?:\n|; |\Z)", entry.message):
+            readings.add(catalogue.translate(value))
+        alternatives.append(readings)
     possible = set()
     for chosen in itertools.product(*alternatives):
         filled = language.fill_in(entry.translation, dict(zip(values, chosen, strict=True)))

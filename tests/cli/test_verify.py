@@ -249,6 +249,7 @@ ZERO = {"Net/w": np.zeros(2)}
         ({"parameters": ZERO}, ""),
         ({"parameters": ZERO, "gradients": ZERO}, ""),
         ({"parameter_sums": ZERO}, ""),
+        ({"stepped": False}, ""),  # a script without modules changes its tensors itself
         ({"optimizer_parameters": ["Net/w", ""]}, ""),  # something of which nothing is recorded
     ],
 )

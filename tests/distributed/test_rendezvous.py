@@ -294,7 +294,7 @@ def test_ranks_that_the_script_has_started_under_a_launcher(free_port: Callable[
     rank_0 = by_hand(2, free_port())(0) | {"LOCKSTEP_LAUNCHER": "lockstep run"}
     words = (
         "; the script has started this process itself, in a rank of lockstep run",
-        "without torch.multiprocessing.spawn, or start the script with --nproc 1",
+        "without torch.multiprocessing.spawn, or start the script with --nproc-per-node 1",
     )
 
     outcomes = run_ranks(try_init, 2, environment=lambda p: rank_0)

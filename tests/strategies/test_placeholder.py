@@ -261,7 +261,9 @@ class StatisticsOfTheBatch(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x.double().reshape(len(x), -1, LENGTH).mean(1))
+        first, norm, second, last_norm = self.layers
+        x = norm(input=first(x.double().reshape(len(x), -1, LENGTH).mean(1)))
+        return last_norm(second(x))
 
 
 def statistics_of_the_batch() -> tuple[list[float], list[str]]:

@@ -118,6 +118,14 @@ def told_the_epoch(world: lockstep.World) -> None:
         training.epoch(loader)
 
 
+def several_in_each_epoch(world: lockstep.World) -> None:
+    training, data = Training(world), tensors(16)
+    loaders = [world.loader(data, 8, shuffle=True) for _ in range(3)]
+    for _ in range(2):
+        for loader in loaders:
+            training.epoch(loader)
+
+
 def larger_batches(world: lockstep.World) -> None:
     training, data = Training(world), tensors(16)
     for batch_size in (2, 4, 8, 16):
@@ -141,6 +149,7 @@ def test_a_loader_that_is_prepared_in_each_epoch_is_told_once(use):
         trials,
         two_phases,
         told_the_epoch,
+        several_in_each_epoch,
         larger_batches,
     ],
 )

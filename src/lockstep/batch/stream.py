@@ -352,7 +352,7 @@ class IterableLoader(Loader):
             yield item, batch
 
     def _make_one_sample_batch_for_autotuning(self, epoch: int) -> Any:
-        """Makes a batch without samples, for a rank that has no part of a micro-batch.
+        """Makes a batch of one sample, for a rank that has no part of a micro-batch.
 
         An empty batch has the structure of a real one, its template. The template is collated from
         the first sample of the global batch, although another rank processes that sample.
@@ -463,7 +463,7 @@ class IterableLoader(Loader):
             yield planned, batch
 
     def _make_one_sample_batch_for(self, rank_batch: RankBatch, epoch: int) -> Any:
-        """Makes a batch without samples for a micro-batch of which this rank has no part.
+        """Makes a batch of one sample for a micro-batch of which this rank has no part.
 
         Args:
             rank_batch: the part of the global batch that this rank has read. If it has a batch of

@@ -276,9 +276,8 @@ class Checkpoint:
         # The run gets a separate object: a reference to this one would keep the state alive.
         run.extensions.add(_EndOfRun(self._writer, requests), Place.OBSERVER)
         self._unresumed_warning = _UnresumedWarning(self.folder)
-        self._is_main = run.topology.is_main
         self._loaders: list[Loader] = run.loaders
-        if self._is_main:
+        if run.topology.is_main:
             run.extensions.add(self._unresumed_warning, Place.OBSERVER)
 
     def _make_kept_steps(self, run: Run, asked_for: bool | None) -> KeptSteps | None:
@@ -643,7 +642,7 @@ class Checkpoint:
     def _warn_later_of_unsaved_loaders(self) -> None:
         """Makes the first step warn if it trains on a loader that was not resumed."""
         some_steps_were_trained = self._progress.number > 0
-        if self._is_main and some_steps_were_trained:
+        if self._collectives.topology.is_main and some_steps_were_trained:
             warning = _UnsavedLoaderWarning(self.folder, self._loaders)
             self._extensions.add(warning, Place.OBSERVER)
 

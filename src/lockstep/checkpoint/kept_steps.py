@@ -160,7 +160,7 @@ class KeptSteps(Extension):
         self._keeper = None
         self._areas = None
         # The functions that it has refer to the training. They are not called any more.
-        self._training = self._training._replace(take_state=_nothing_to_take, steady_ids=_no_ids)
+        self._training = self._training._replace(take_state=_nothing_to_take, steady_ids=set)
         if keeper is None:
             return
 
@@ -329,8 +329,3 @@ class KeptSteps(Extension):
 def _nothing_to_take() -> TakenState:
     """Replaces the function that collects the training state once the run is over."""
     return TakenState({}, [])
-
-
-def _no_ids() -> set[int]:
-    """Replaces the function that returns the ids of steady tensors once the run is over."""
-    return set()

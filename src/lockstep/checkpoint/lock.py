@@ -276,10 +276,11 @@ def _acquire_unless_removed(path: Path) -> _FileLock | None:
         if not _is_same_file(descriptor, path):
             return None
 
-        text = json.dumps(_describe_this_process()).encode()
+        run = _describe_this_process()
+        text = json.dumps(run).encode()
         signs = None
         if not is_system_lock:
-            signs, text = _start_signs_of_life(path, text)
+            signs, text = _start_signs_of_life(path, run)
         if signs is not None:
             unless_acquired.callback(signs.end)
 
@@ -291,7 +292,7 @@ def _acquire_unless_removed(path: Path) -> _FileLock | None:
         return _FileLock(descriptor, text, signs)
 
 
-def _start_signs_of_life(path: Path, text: bytes) -> tuple[SignsOfLife | None, bytes]:
+def _start_signs_of_life(path: Path, run: Mapping[str, Any]) -> tuple[SignsOfLife | None, bytes]:
     """Starts to give signs of life, and promises them in the text of the lock file.
 
     Other runs take a run that has promised them and gives none for lost. So nothing is promised if
@@ -299,18 +300,18 @@ def _start_signs_of_life(path: Path, text: bytes) -> tuple[SignsOfLife | None, b
 
     Args:
         path: the path of the lock file.
-        text: the text to write into it.
+        run: what the file says about this run.
 
     Returns:
-        What gives the signs, and the text with the promise. If the system allows no more threads:
-        None, and the text as it is.
+        What gives the signs, and the text of the file with the promise. If the system allows no
+        more threads: None, and the text without it.
     """
     promise = {SIGNS_OF_LIFE: signs_of_life.INTERVAL_S}
-    text_with_promise = json.dumps({**json.loads(text), **promise}).encode()
+    text_with_promise = json.dumps({**run, **promise}).encode()
     try:
         return SignsOfLife(path, text_with_promise), text_with_promise
     except RuntimeError:
-        return None, text
+        return None, json.dumps(run).encode()
 
 
 def _try_lock(descriptor: int, path: Path) -> bool:

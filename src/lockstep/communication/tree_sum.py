@@ -445,8 +445,8 @@ def _add_received_slices(
     values: list[Tensor] = []
     for num_partial_sums, message in zip(order.num_partial_sums_of_rank, received, strict=True):
         slices_of_process = message.view(num_partial_sums, len(own_total))
-        for node in range(num_partial_sums):
-            values.append(slices_of_process[node])
+        for index in range(num_partial_sums):
+            values.append(slices_of_process[index])
 
     # The received slices may be overwritten on the way to the sum.
     add_in_tree(values, order.merges, [own_total], overwrite=True)

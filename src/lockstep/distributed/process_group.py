@@ -250,7 +250,7 @@ def _with_process_of_script(error: LockstepError, environ: Mapping[str, str]) ->
         error.was_set,
         f"{error.found}; the script has started this process itself, in a rank of {launcher}",
         "let one of them start the processes: call the function without "
-        "torch.multiprocessing.spawn, or start the script with --nproc 1",
+        "torch.multiprocessing.spawn, or start the script with --nproc-per-node 1",
     )
 
 

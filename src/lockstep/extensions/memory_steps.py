@@ -51,7 +51,7 @@ def make_training_steps(
 
     Raises:
         UsageError: an argument is missing or not prepared, the loader is in use or empty, or the
-            strategy has virtual ranks.
+            strategy is "diloco".
     """
     are_prepared = isinstance(optimizer, PreparedOptimizer) and isinstance(loader, Loader)
     if loss is None or not are_prepared:
@@ -74,7 +74,7 @@ def make_training_steps(
             why_no_batch,
             "call it before the loop, with data for one global batch at least",
         )
-    # Only strategy "diloco" has virtual ranks: replicas of the model, which step on their own.
+    # The preparer has these only if virtual ranks train copies of the model, as with "diloco".
     steps_change_replicas = preparer.virtual_ranks is not None
     if steps_change_replicas:
         raise UsageError(

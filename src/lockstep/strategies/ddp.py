@@ -136,7 +136,7 @@ class DDP(base.Strategy):
                 f"{self.name}:find_unused_parameters=true",
                 "every virtual rank has to use all parameters, so that its gradient has its place "
                 "in the sum",
-                base.USE_ALL_IN_EVERY_VIRTUAL_RANK,
+                f"leave find_unused_parameters out, and {base.USE_ALL_IN_EVERY_VIRTUAL_RANK}",
             )
         if self.compress is not None and not run.settings.uncompressed:
             base.refuse_virtual_ranks(

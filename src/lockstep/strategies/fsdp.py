@@ -178,7 +178,7 @@ class FSDP(Strategy):
                 f"{self.name}:find_unused_parameters=true",
                 "every virtual rank has to use all parameters, so that its gradient has its place "
                 "in the sum",
-                USE_ALL_IN_EVERY_VIRTUAL_RANK,
+                f"leave find_unused_parameters out, and {USE_ALL_IN_EVERY_VIRTUAL_RANK}",
             )
 
         torch_finds_unused = hasattr(

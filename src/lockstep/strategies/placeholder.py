@@ -250,16 +250,16 @@ def _lent_statistics(layer: BatchNorm) -> Iterator[None]:
     The layer then computes with them in evaluation, and accepts a single value per channel.
     """
 
-    def lend(layer: BatchNorm, inputs: tuple[Tensor, ...]) -> None:
-        """Makes them for the input: a layer may have no tensor that shows its device and dtype."""
-        x = inputs[0]
+    def lend(layer: BatchNorm, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        """Makes the statistics when the input is known, which shows their device and dtype."""
+        x = args[0] if args else kwargs["input"]
         dtype = torch.promote_types(x.dtype, torch.float32)
         if layer.weight is not None:  # torch requires the same dtype
             dtype = layer.weight.dtype
         layer.running_mean = x.new_zeros(layer.num_features, dtype=dtype)
         layer.running_var = x.new_ones(layer.num_features, dtype=dtype)
 
-    hook = layer.register_forward_pre_hook(lend)
+    hook = layer.register_forward_pre_hook(lend, with_kwargs=True)
     try:
         yield
     finally:

@@ -359,9 +359,9 @@ class VirtualRankBuffers(Extension):
         self._restore_buffers(names_to_leave=())
 
     def _restore_unsynchronised_buffers(self) -> None:
-        """Does the same, except for the buffers of SyncBatchNorm layers.
+        """Restores all buffers except those of SyncBatchNorm layers.
 
-        These have the values of the global batch already, the same on all virtual ranks.
+        Those have the values of the global batch already, the same on all virtual ranks.
         """
         self._restore_buffers(names_to_leave=self._synchronised)
 

@@ -156,6 +156,9 @@ def _some_parameter_has_changed(reference: RunRecord) -> bool:
     first_values: dict[str, Array] = {}
     first_sums: dict[str, Array] = {}
     for update in reference.updates:
+        # A step without an optimizer is only recorded because parameters have changed.
+        if not all(record.stepped for record in update):
+            return True
         for field_name in ("initial", "rewritten_parameters", "parameters"):
             if _have_changed(update.merged(field_name), first_values):
                 return True

@@ -29,6 +29,8 @@ class SameOrderCheck(Check):
     def __init__(self, run: Run, precision: Precision, wrapped: Collection[PreparedModule]) -> None:
         super().__init__(run, precision, wrapped)
         self._has_warned = False
+        self._num_loaders = 0
+        """The number of loaders when the latest pass ended."""
         self._loaders_of_earlier_trainings: set[Loader] = set()
         """The loaders of folds or trials before the present one, which may well repeat an order."""
 
@@ -40,7 +42,12 @@ class SameOrderCheck(Check):
 
     def pass_ended(self) -> None:
         """Warns, once, if several loaders were trained on in the same order, once each."""
-        if self._has_warned:
+        # If no loader was prepared since the previous pass, the script may train on several loaders
+        # in each epoch, one after the other.
+        num_loaders_before = self._num_loaders
+        self._num_loaders = len(self.run.loaders)
+        some_loader_is_new = self._num_loaders > num_loaders_before
+        if self._has_warned or not some_loader_is_new:
             return
 
         loaders = self._loaders_of_first_epochs()

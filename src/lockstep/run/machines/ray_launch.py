@@ -137,8 +137,7 @@ def _launcher_request(size: int, request: RayRequest) -> HostsSpec:
         size: number of all ranks.
         request: what `lockstep.launch` was asked for.
     """
-    no_further_names: tuple[str, ...] = ()
-    forwarded_variables = forwarded_environment(os.environ, no_further_names)
+    forwarded_variables = forwarded_environment(os.environ, names=())
     return HostsSpec(
         hosts=(),
         arguments=(),

@@ -304,7 +304,8 @@ def _meeting_interface(arguments: Sequence[str]) -> str | None:
     """Returns the interface that leads to the host at which the script's processes meet.
 
     A script that numbers its processes itself takes the address of this host as an argument, such
-    as `--dist-url=tcp://10.0.0.1:1234`. None if there is no such argument, or no such interface.
+    as `--dist-url=tcp://10.0.0.1:1234`. The result is None if there is no
+    such argument, or no such interface.
     """
     host = meeting_host(arguments)  # "10.0.0.1"
     if host is None:

@@ -473,12 +473,11 @@ def copy_state_back(
             `attributes(replica)`.
         home: the device of the original.
     """
+    parts_of_replica = dict(replica.named_modules())
     for path, attributes_before in before.items():
         original_part = module.get_submodule(path)
-        part_of_replica = replica.get_submodule(path)
-        _copy_new_attributes_back(original_part, part_of_replica, attributes_before, home)
+        _copy_new_attributes_back(original_part, parts_of_replica[path], attributes_before, home)
 
-    parts_of_replica = dict(replica.named_modules())
     with torch.no_grad():
         for path, original_part in module.named_modules():
             original_buffers = members(original_part).buffers  # the dict that the module uses

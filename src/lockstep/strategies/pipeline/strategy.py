@@ -117,7 +117,7 @@ class Pipeline(Strategy):
             run, self.name, "its micro-batches go through stages on several processes"
         )
         num_ranks = run.topology.size
-        num_positions = self._num_ranks_in_pipeline(run.topology)
+        num_positions = self._ranks_per_pipeline(run.topology.size)
         if num_ranks % num_positions != 0:
             next_multiple = ceil_div(num_ranks, num_positions) * num_positions
             raise SettingError(
@@ -163,7 +163,7 @@ class Pipeline(Strategy):
 
     def spreads_model(self, run: Run) -> bool:
         """Returns True if there are several stages on different ranks."""
-        return self._num_ranks_in_pipeline(run.topology) > 1
+        return self._ranks_per_pipeline(run.topology.size) > 1
 
     def wrap(self, module: nn.Module, run: Run) -> PreparedModule:
         """Cuts the module into stages and keeps those of this rank.
@@ -286,6 +286,8 @@ class Pipeline(Strategy):
         The user's option for it is called `stages`, although each rank may have several stages of
         the model (`interleave`).
         """
+        if num_ranks == 1:
+            return 1
         return self.stages or num_ranks
 
     def _num_micro_batches(self, run: Run) -> int:
@@ -312,22 +314,16 @@ class Pipeline(Strategy):
 
         # With `micro_batch_size` the loader divides by that size, so 1 is only the least number.
         # One process has no other stages to keep busy, so it needs only 1.
-        ranks_in_pipeline = self._num_ranks_in_pipeline(run.topology)
+        ranks_in_pipeline = self._ranks_per_pipeline(run.topology.size)
         if run.settings.micro_batch_size or ranks_in_pipeline == 1:
             default = 1
         else:
             default = MICRO_BATCHES_PER_STAGE * ranks_in_pipeline
         return max(default, run.settings.min_micro_batches)
 
-    def _num_ranks_in_pipeline(self, topology: Topology) -> int:
-        """Returns the number of ranks in a pipeline."""
-        if topology.size == 1:
-            return 1
-        return self._ranks_per_pipeline(topology.size)
-
     def _place(self, topology: Topology) -> PipelinePlace:
         """Returns the place of this rank in the pipelines."""
-        num_positions = self._num_ranks_in_pipeline(topology)
+        num_positions = self._ranks_per_pipeline(topology.size)
         return PipelinePlace.of_rank(topology.rank, topology.size, num_positions, self.interleave)
 
     def _open_wires(self, run: Run, place: PipelinePlace) -> Wires:
