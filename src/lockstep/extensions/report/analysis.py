@@ -641,13 +641,13 @@ def _findings_on_gaps(start: Start) -> Iterator[Finding]:
     on_gpu = str(header.get("device", "")).startswith("cuda")
     communicates_within_passes = entry_of(strategy).communicates_within_passes
     if on_gpu:
-        # Of communication within passes, this note says enough: no phase of a GPU is known exactly.
         yield Finding(
             "note",
             "the times are those of the CPU, which runs ahead of the GPU: what the GPU takes, also "
             "to wait for other GPUs, is counted where the CPU waits for it",
         )
     elif communicates_within_passes and start.num_ranks > 1:
+        # Only for the CPU: on a GPU no phase is known exactly, which the note above says.
         yield Finding(
             "note",
             f"{strategy} communicates within forward and backward passes; that part of "
@@ -664,12 +664,12 @@ def _findings_on_missing_ranks(start: Start) -> Iterator[Finding]:
     if not ranks_with_rows or len(ranks_with_rows) == start.num_ranks:
         return
 
-    # A loss is in a row, so a rank without rows has none. Values of world.log are in lines of their
-    # own, so they are all known if the file of each rank is here, also a file without rows.
+    # The loss of a rank is in its rows. What its script gave to world.log is in other lines of its
+    # file, so it may be known without any rows.
     missing = format_ranks(set(range(start.num_ranks)) - ranks_with_rows)
     ranks_with_file = [rank for rank, record in start.records.items() if record.header]
-    logged_values_are_known = len(ranks_with_file) == start.num_ranks
-    if logged_values_are_known:
+    all_files_are_here = len(ranks_with_file) == start.num_ranks
+    if all_files_are_here:
         text = f"no steps of {missing} are in the folder; without them the loss is not known"
     else:
         text = (

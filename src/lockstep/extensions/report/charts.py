@@ -299,19 +299,21 @@ def phases_over_time(start: Start) -> dict[str, Any] | None:
         return None
 
     # The n-th rows of all ranks cover the same steps, so the steps are taken from the first record.
-    # To fit the chart, neighbouring rows become one point. For example, a row over 4 steps of 10 ms
-    # each, which ends with step 4, and a row over 1 step of 20 ms, step 5, become a point of
-    # (4 * 10 + 1 * 20) / 5 = 12 ms at step (4 * 4 + 1 * 5) / 5 = 4.2.
     num_rows = _num_common_rows(records)
     last_step_of_row = records[0].column("step")[:num_rows]
     num_steps_of_row = records[0].column("steps")[:num_rows]
+
+    # To fit the chart, neighbouring rows become one point. A row counts as often as it has steps:
+    # a row over steps 1 to 4 and a row over step 5 become a point at (4 * 4 + 1 * 5) / 5 = 4.2.
     step_numbers = average_neighbours(last_step_of_row, weights=num_steps_of_row)
 
     heights: dict[str, Floats] = {}  # milliseconds of a step, one value for each point
     for phase in STACKED_PHASES:
-        by_record = [record.column(phase)[:num_rows] for record in records]
-        seconds_of_row = np.mean(by_record, axis=0)  # over the ranks
+        seconds_of_ranks = [record.column(phase)[:num_rows] for record in records]
+        seconds_of_row = np.mean(seconds_of_ranks, axis=0)
         seconds_of_step = seconds_of_row / num_steps_of_row
+
+        # Four steps of 10 ms and one of 20 ms have a mean of (4 * 10 + 1 * 20) / 5 = 12 ms.
         milliseconds = average_neighbours(seconds_of_step, weights=num_steps_of_row) * 1e3
         if milliseconds.any():
             heights[phase] = milliseconds

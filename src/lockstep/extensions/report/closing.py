@@ -34,8 +34,8 @@ def print_closing(
     if step.number == resumed_step:
         print_labelled_note("trained", f"nothing after step {step.number}, which was resumed")
 
-    # What this process has trained: 0 if it made no step after resuming, or without a prepared
-    # loader, which counts them.
+    # The samples of this process. They are 0 if it made no step after resuming, or if the script
+    # has no prepared loader, which would count them.
     samples = step.samples
     seconds = step.seconds
     if samples:

@@ -129,13 +129,12 @@ def _compare_speeds(
     """Returns a sentence on how fast a run is, compared with another one.
 
     Args:
-        speed: of the run.
-        other_speed: of the other run.
-        name: of the run.
-        other_name: of the other run.
-        main_phase: a sentence that names the phase with most of the difference, with a space before
-            it, as it is added to another sentence: " Most of the difference is in data, ...". It
-            may be empty.
+        speed: the speed of the run.
+        other_speed: the speed of the other run.
+        name: the name of the run.
+        other_name: the name of the other run.
+        main_phase: a sentence to append, with a space before it: " Most of the difference is in
+            data, ...". Empty if no phase has most of it.
     """
     if speed.samples_per_second == 0 or other_speed.samples_per_second == 0:
         return (

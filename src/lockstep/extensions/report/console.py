@@ -257,15 +257,15 @@ def _rows_of_choice(choice: Choice, columns: _Columns) -> list[tuple[str, str, s
     line "ddp   2 ranks" of the choice "strategy" becomes ("  strategy  ", "ddp", "   2 ranks"),
     and a second line of the reason ("            ", "", "      on 2 machines").
     """
-    # The value and the reason are wrapped as one text. Its first line is then cut behind the value.
+    # The value and the reason are wrapped as one text. Its first line is split after the value.
     value = choice.value
     value_width = columns.value_width
     if value_width is not None and width_of(value) + GAP <= value_width:
         text = pad(value, value_width) + choice.reason
-        hanging_indent = value_width  # more lines of the reason begin where it begins
+        hanging_indent = value_width  # further lines begin in the column of reasons
     else:
         text = value + " " * GAP + choice.reason
-        hanging_indent = GAP  # more lines are indented a little under the value
+        hanging_indent = GAP  # further lines begin a little to the right of the value
 
     first_line, *more_lines = _wrap(text.rstrip(), columns.rest_width, hanging_indent)
     padded_name = " " * INDENT + pad(choice.name, columns.name_width)

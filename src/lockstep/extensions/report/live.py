@@ -44,9 +44,9 @@ class LivePage:
         self._others = others
         self._lock = threading.Lock()
         self._text = ""
-        self._no_redraw_before_s = 0.0
-        """The page is not drawn again before this time of `time.monotonic`."""
-        self._redraw_deadline_s = 0.0
+        self._earliest_redraw_s = 0.0
+        """Before this time of `time.monotonic`, the page is not drawn again."""
+        self._latest_redraw_s = 0.0
         """From this time on, the page is drawn again even if no record has grown."""
 
     def text(self) -> str:
@@ -58,19 +58,19 @@ class LivePage:
         """
         with self._lock:
             begin_s = time.monotonic()
-            if begin_s < self._no_redraw_before_s:
+            if begin_s < self._earliest_redraw_s:
                 return self._text
 
             records_have_grown = [record.refresh() for record in (self._record, *self._others)]
-            is_too_old = begin_s >= self._redraw_deadline_s
+            is_too_old = begin_s >= self._latest_redraw_s
             if any(records_have_grown) or is_too_old:
                 self._text = render(self._record, self._others, refresh_s=REFRESH_S)
-                self._redraw_deadline_s = begin_s + MAX_AGE_S
+                self._latest_redraw_s = begin_s + MAX_AGE_S
 
             # At most a tenth of the time is spent on reading and drawing.
             end_s = time.monotonic()
             spent_s = end_s - begin_s
-            self._no_redraw_before_s = end_s + max(REFRESH_S / 2, 10 * spent_s)
+            self._earliest_redraw_s = end_s + max(REFRESH_S / 2, 10 * spent_s)
             return self._text
 
 

@@ -113,10 +113,8 @@ class LoggedValues(NamedTuple):
 class _LoggedByRank(NamedTuple):
     """What each rank sends to the others, to compute means."""
 
-    has_left_loop: bool
-    """True right after a loop, until another batch is used."""
-    in_loop_just_left: LoggedValues
-    """Empty if the rank has not just left a loop."""
+    in_loop_just_left: LoggedValues | None
+    """None unless the rank has just left a loop, and has used no other batch since."""
     in_running_or_last_loop: LoggedValues
     """In the loop that is running. If none is running, in the loop that ended last."""
 
@@ -134,34 +132,29 @@ def means_over_ranks(run: Run) -> dict[str, float]:
     Raises:
         UsageError: the ranks have logged in different passes.
     """
-    # `just_ended` becomes None when a loop gets its next batch. `last_ended` stays, for calls while
-    # no loop is running. Which of the two kinds of means is wanted depends on all ranks, so each
-    # rank sends both, and `_values_to_average` chooses.
     passes = run.step.logged_passes
-    running_or_last_pass = _present_pass(passes.open) or passes.last_ended
+    just_left = passes.just_ended  # becomes None when a loop gets its next batch
+    running_or_last = _present_pass(passes.open) or passes.last_ended
+
+    # Which of the two loops is meant depends on all ranks, so each sends its values in both.
     logged_here = _LoggedByRank(
-        has_left_loop=passes.just_ended is not None,
-        in_loop_just_left=_logged_in(passes.just_ended),
-        in_running_or_last_loop=_logged_in(running_or_last_pass),
+        in_loop_just_left=None if just_left is None else _logged_in(just_left),
+        in_running_or_last_loop=_logged_in(running_or_last),
     )
     ranks = [_from_lists(lists) for lists in run.collectives.exchange(logged_here)]
 
     values_of_ranks = _values_to_average(ranks)
     _check_same_pass([values.identity for values in values_of_ranks])
-
-    totals: dict[str, list[float]] = {}  # [weighted sum, sum of weights] by name
-    for values in values_of_ranks:
-        for name, (total, weight) in values.sums.items():
-            so_far = totals.setdefault(name, [0.0, 0.0])
-            so_far[0] += total
-            so_far[1] += weight
-    return {name: total / weight for name, (total, weight) in totals.items() if weight != 0}
+    return _weighted_means(values_of_ranks)
 
 
 def _from_lists(lists: Sequence[Any]) -> _LoggedByRank:
     """Returns what a rank has sent. The exchange has turned its named tuples into lists."""
-    has_left_loop, just_left, running_or_last = lists
-    return _LoggedByRank(has_left_loop, LoggedValues(*just_left), LoggedValues(*running_or_last))
+    just_left, running_or_last = lists
+    return _LoggedByRank(
+        in_loop_just_left=None if just_left is None else LoggedValues(*just_left),
+        in_running_or_last_loop=LoggedValues(*running_or_last),
+    )
 
 
 def _values_to_average(ranks: Sequence[_LoggedByRank]) -> list[LoggedValues]:
@@ -170,11 +163,27 @@ def _values_to_average(ranks: Sequence[_LoggedByRank]) -> list[LoggedValues]:
     It is the loop that all ranks have just left, if any of them has logged something in it. (A rank
     without samples in an evaluation has not.) Else it is the loop that is running, or the last one.
     """
-    all_have_left_loop = all(rank.has_left_loop for rank in ranks)
-    some_have_logged = any(rank.in_loop_just_left.identity is not None for rank in ranks)
+    values_in_left_loop = []
+    for rank in ranks:
+        if rank.in_loop_just_left is not None:
+            values_in_left_loop.append(rank.in_loop_just_left)
+
+    all_have_left_loop = len(values_in_left_loop) == len(ranks)
+    some_have_logged = any(values.identity is not None for values in values_in_left_loop)
     if all_have_left_loop and some_have_logged:
-        return [rank.in_loop_just_left for rank in ranks]
+        return values_in_left_loop
     return [rank.in_running_or_last_loop for rank in ranks]
+
+
+def _weighted_means(values_of_ranks: Sequence[LoggedValues]) -> dict[str, float]:
+    """Returns the mean of each name over the ranks that logged it."""
+    totals: dict[str, list[float]] = {}  # [weighted sum, sum of weights] by name
+    for values in values_of_ranks:
+        for name, (total, weight) in values.sums.items():
+            so_far = totals.setdefault(name, [0.0, 0.0])
+            so_far[0] += total
+            so_far[1] += weight
+    return {name: total / weight for name, (total, weight) in totals.items() if weight != 0}
 
 
 def _logged_in(open_pass: OpenPass | None) -> LoggedValues:

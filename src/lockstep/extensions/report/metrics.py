@@ -327,12 +327,13 @@ class RunningMeans:
         packed = self._pack(names, shown_names)
 
         if self._on_cuda:
-            self._pending.append(self._start_on_cuda(shown_names, packed))
-        elif self._is_alone:  # on one process the result is there already
-            self._pending.append(_Reduction(shown_names, packed))
+            reduction = self._start_on_cuda(shown_names, packed)
+        elif self._is_alone:
+            reduction = _Reduction.of_one_process(shown_names, packed)
         else:
             work = dist.all_reduce(packed, async_op=True)
-            self._pending.append(_Reduction(shown_names, packed, work.is_completed, work.wait))
+            reduction = _Reduction(shown_names, packed, work.is_completed, work.wait)
+        self._pending.append(reduction)
 
     def _pack(self, names: list[str], shown_names: list[str]) -> Tensor:
         """Returns the float64 tensor of shape `(PACKED_SIZE,)` that a reduction sums up.
@@ -390,9 +391,9 @@ class RunningMeans:
                 dist.all_reduce(packed, async_op=True).wait()  # the stream waits, not the CPU
             on_host, arrived = start_copy_to_host(packed)
 
-        # `packed` may be freed before the stream has read it, since nobody waits for the reduction
-        # of a pass that the script leaves early. Its memory must not be given to another tensor
-        # until then.
+        # Tells torch's allocator that `stream` uses `packed`, so that no other tensor gets its
+        # memory too early. It may be freed while the stream still reads it: nobody waits for the
+        # reduction of a pass that the script leaves early.
         packed.record_stream(stream)
         return _Reduction(names, on_host, has_arrived=arrived.query, wait=arrived.synchronize)
 
@@ -455,9 +456,14 @@ class _Reduction(NamedTuple):
     names: list[str]
     result: Tensor
     """The CPU tensor that has the result when it has arrived."""
-    has_arrived: Callable[[], bool] = lambda: True
-    wait: Callable[[], object] = lambda: None
+    has_arrived: Callable[[], bool]
+    wait: Callable[[], object]
     """Waits for the result; raises the error if the reduction failed."""
+
+    @classmethod
+    def of_one_process(cls, names: list[str], result: Tensor) -> _Reduction:
+        """Returns the reduction over one process, whose values are the result already."""
+        return cls(names, result, has_arrived=lambda: True, wait=lambda: None)
 
 
 class _ReducedNumbers(NamedTuple):

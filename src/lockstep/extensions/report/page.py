@@ -547,10 +547,10 @@ def ledger_text(record: Record) -> str:
             # The record is read on another machine; the ledger may have come with it.
             folder = record.folder
 
-        sizes = []
-        for path in sorted(folder.glob(f"*{LEDGER_SUFFIX}")):
-            sizes.append((path, path.stat().st_size))
-        return _judge_ledger(folder, sizes_as_cache_key=tuple(sizes))
+        # The last result is kept, and used again as long as no file has grown.
+        paths = sorted(folder.glob(f"*{LEDGER_SUFFIX}"))
+        sizes = tuple((path, path.stat().st_size) for path in paths)
+        return _judge_ledger(folder, sizes_as_cache_key=sizes)
     except CheckpointError as error:  # also raised for files of a ledger that cannot be read
         return error.message
 

@@ -112,18 +112,21 @@ def bar_layout(state: PassState, width: int) -> BarLayout:
 
     # Without a total it is not known how much of a bar to fill, so there is none. An empty loader
     # with a total of 0 has none either.
-    needed_for_bar = MIN_BAR_WIDTH + len(GAP) if state.total else 0
+    total = state.total or 0
+    has_bar = total > 0
+    needed_for_bar = MIN_BAR_WIDTH + len(GAP) if has_bar else 0
 
-    # Leave out parts of the text from its end until the shortest bar has room.
-    parts = _state_words(state, done_without_total=str(state.done))  # 50 instead of 50/100
+    # Leave out parts of the text from its end until the shortest bar has room. Without a total, the
+    # first part is `50` instead of `50/100`.
+    parts = _state_words(state, done_without_total=str(state.done))
     while len(parts) > 1 and needed_for_bar + width_of(GAP.join(parts)) > available:
         parts.pop()
     text = GAP.join(parts)
 
-    if not state.total:  # there is no bar
+    if not has_bar:
         return BarLayout(state.description, fraction=None, bar_width=0, text=text)
 
-    fraction = min(1.0, state.done / state.total)
+    fraction = min(1.0, state.done / total)
     bar_width = min(MAX_BAR_WIDTH, available - width_of(text) - len(GAP))
     if bar_width < MIN_BAR_WIDTH:  # even the first part alone leaves no room for it
         bar_width = 0

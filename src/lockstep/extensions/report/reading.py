@@ -54,7 +54,7 @@ class _GrowingFile:
         self.num_unread_lines = 0
         """How many lines were not understood."""
 
-    def read_new_lines(self) -> Iterator[Any]:
+    def read_new_lines(self) -> Iterator[Row | dict[str, Any]]:
         """Yields the row or object of each complete line that was added since the last call."""
         with open(self._path, "rb") as file:
             file.seek(self._position)
@@ -125,8 +125,18 @@ class _NumberedKinds:
         self._loaders: dict[tuple[str, str, float], list[int]] = {}
         """The loaders so far with values of a name, a kind and a step, in this order."""
 
-    def number(self, name: str, kind: str, step: float, loader: int) -> str:
-        """Returns the kind of a value, with a number if its loader is not the first with it."""
+    def numbered(self, kind: str, name: str, step: float, loader: int | None) -> str:
+        """Returns the kind of a value, with a number if its loader is not the first with it.
+
+        Args:
+            kind: the kind without a number, such as "evaluation".
+            name: the name of the value.
+            step: the number of the steps before it.
+            loader: the number of its loader; None outside of any loop, where no number is needed.
+        """
+        if loader is None:
+            return kind
+
         loaders = self._loaders.setdefault((name, kind, step), [])
         if loader not in loaders:
             loaders.append(loader)
@@ -336,18 +346,15 @@ class Start:
             lines = list(line_by_rank.values())
             step = min(line["step"] for line in lines)
 
-            # A rank without such a line may still write it, unless it has already written about a
-            # later step, or has ended (`is_past`).
-            for record in records:
-                if record.rank not in line_by_rank and not record.is_past(step):
-                    return means
+            ranks_without_line = [each for each in records if each.rank not in line_by_rank]
+            may_still_write_one = [each for each in ranks_without_line if not each.is_past(step)]
+            if may_still_write_one:
+                return means
 
             # All lines of a group are about the same loop, or were logged outside of any.
             loader = lines[0].get("loader")  # None outside of any loop
             for name, (mean, weight) in _average(lines).items():
-                kind = _kind_of_values(lines[0], name)
-                if loader is not None:  # "evaluation 2" for the second loader evaluated at a step
-                    kind = kinds.number(name, kind, step, loader)
+                kind = kinds.numbered(_kind_of_values(lines[0], name), name, step, loader)
                 means.append(LoggedMean(int(step), name, kind, mean, weight))
         return means
 
@@ -449,14 +456,14 @@ class Record:
         """Adds the new lines of one file to what is known of its rank or launcher.
 
         Returns:
-            How many lines were added. Lines that are not understood are skipped when they are read.
+            How many lines were added. A line that is not understood is not among them.
 
         Raises:
             CheckpointError: the file is of another version.
         """
         if path.name not in self._files:
             self._files[path.name] = _GrowingFile(path)
-        lines = self._files[path.name].read_new_lines()
+        lines = list(self._files[path.name].read_new_lines())
 
         found = start_and_rank(path.name, RECORD_SUFFIX)
         if found is None:
@@ -464,21 +471,22 @@ class Record:
 
         start_name, rank = found
         record = self._record_of_rank(start_name, rank)
-        num_lines = 0  # counted in the loop, since `lines` are read one by one
         for line in lines:
-            num_lines += 1
-
-            # The first line of the file is an object with its version under the key "record".
-            has_version = isinstance(line, dict) and "record" in line
-            if has_version and line["record"] != FORMAT_VERSION:
-                raise CheckpointError(
-                    f"the record of a run in {self.folder}",
-                    f"{path.name} is of version {line['record']}, and {FORMAT_VERSION} is read",
-                    "read it with the Lockstep that wrote it",
-                )
-
+            self._check_version(line, path.name)
             record.add(line)
-        return num_lines
+        return len(lines)
+
+    def _check_version(self, line: Row | dict[str, Any], file_name: str) -> None:
+        """Raises CheckpointError if a line is the first one of a file of another version."""
+        # Only the first line of a file has the version, under the key "record".
+        if isinstance(line, Row) or "record" not in line:
+            return
+        if line["record"] != FORMAT_VERSION:
+            raise CheckpointError(
+                f"the record of a run in {self.folder}",
+                f"{file_name} is of version {line['record']}, and {FORMAT_VERSION} is read",
+                "read it with the Lockstep that wrote it",
+            )
 
     def _record_of_rank(self, start_name: str, rank: int) -> RankRecord:
         """Returns the record of a rank in a start; makes an empty one if there is none yet."""
@@ -489,7 +497,7 @@ class Record:
             start.records[rank] = RankRecord(rank)
         return start.records[rank]
 
-    def _add_launcher_lines(self, file_name: str, lines: Iterator[Any]) -> int:
+    def _add_launcher_lines(self, file_name: str, lines: Sequence[Any]) -> int:
         """Adds the new lines of a launcher's file; returns how many there were."""
         if file_name not in self._launcher_lines:
             self._launcher_lines[file_name] = []
@@ -555,8 +563,8 @@ class Record:
 
         For example, a launcher starts the ranks at 10:00 and writes at 10:05 that they failed. If
         no rank has begun a file between 10:00 and 10:05, no rank of this start reached
-        `lockstep.init`. If the launcher has written of no end, the end is taken to be infinite: any
-        file after 10:00 shows that a rank reached it.
+        `lockstep.init`. As long as the launcher has written of no end, any file that was begun
+        after 10:00 shows that a rank reached `lockstep.init`.
         """
         times_of_rank_files = [start.time for start in self._starts_of_ranks.values()]
         for lines in self._launcher_lines.values():

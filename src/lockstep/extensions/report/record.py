@@ -171,15 +171,14 @@ class Recorder(Extension):
         if self._file is None or self._file.closed:
             return
 
-        # After a failure a GPU may never finish its work, so the loss is not waited for.
-        device_may_hang = failed and self._device.type == "cuda"
-        if self._num_steps > 0 and not device_may_hang:
+        # After a failure a GPU may never finish its work, so nothing waits for it. The last row is
+        # not written then, and the lines whose loss or means have not arrived are lost.
+        gpu_may_hang = failed and self._device.type == "cuda"
+        if self._num_steps > 0 and not gpu_may_hang:
             last_step = self._step.number - 1  # counted from 0
             self._end_row(last_step)
-        self._finish_pending(wait=not failed)
+        self._finish_pending(wait=not gpu_may_hang)
 
-        # After a failure nothing waits for the GPU. Lines whose loss or means have not arrived from
-        # it are still pending, and are lost.
         end: dict[str, Any] = {"end": "failed" if failed else "ok", "time": time.time()}
         if self._pending or self._has_lost_lines:
             end["lost"] = True
@@ -261,8 +260,8 @@ class Recorder(Extension):
             line["training"] = identity.is_training
             line["complete"] = is_complete
             line["loader"] = identity.loader_number
-            line["begun"] = identity.begun
-            line["number"] = identity.number
+            line["begun"] = identity.begun  # how many steps were made before the pass
+            line["number"] = identity.number  # of the passes over this loader at that step
 
         try:
             copy = sums.start_copy()
@@ -450,19 +449,20 @@ class Recorder(Extension):
 
 def line_as_json(line: object) -> str:
     """Returns a line of the record as JSON; the floats of a row (a list) have seven digits."""
-    # `%` is faster than `json.dumps`, but cannot write None, the value of a row without a loss or a
-    # learning rate. It writes NaN and infinity as "nan" and "inf", which `json.loads` of the reader
-    # refuses; `json.dumps` writes "NaN" and "Infinity", which it takes.
-    if isinstance(line, list):
-        try:
-            text = _ROW_FORMAT % tuple(line)
-        except TypeError:
-            return json.dumps(line)
+    return _row_as_json(line) if isinstance(line, list) else json.dumps(line)
+
+
+def _row_as_json(row: list[Any]) -> str:
+    """Returns a row as JSON, with all digits of its floats if one is None, NaN or infinite."""
+    # `%` is faster than `json.dumps`, but it cannot write None, and the reader understands NaN and
+    # infinity only as `json.dumps` writes them: "NaN" and "Infinity", not "nan" and "inf".
+    if None not in row:
+        text = _ROW_FORMAT % tuple(row)
         has_nan_or_infinity = "n" in text  # other numbers, such as 1.5e-05, have no "n"
         if not has_nan_or_infinity:
             return text
 
-    return json.dumps(line)
+    return json.dumps(row)
 
 
 class _PendingLine(NamedTuple):

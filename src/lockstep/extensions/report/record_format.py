@@ -193,22 +193,23 @@ def _parse_row(values: list[Any]) -> Row | None:
 def _is_known_object(value: dict[str, Any]) -> bool:
     """Returns True if a line is an object of this format and has all fields that it must have.
 
-    `{"gpu": 80, "gpu_memory": 4096, "step": 3}` has the key "gpu". `_FIELDS_BY_KEY["gpu"]` says
-    which fields such an object must have, and how to check the value of each.
+    For example, `{"gpu": 80, "gpu_memory": 4096, "step": 3}` has the key "gpu". So it must have the
+    fields of `_FIELDS_BY_KEY["gpu"]`, and the value of each must pass the check that stands there.
     """
     # The first line of a file of another version is known too, so that the reader can refuse it.
     if is_of_another_version(value):
         return True
 
     # An object may have several of the keys. The one that `_FIELDS_BY_KEY` lists first decides.
-    present_keys = [key for key in _FIELDS_BY_KEY if key in value]
-    if not present_keys:
+    first_key = next((key for key in _FIELDS_BY_KEY if key in value), None)
+    if first_key is None:
         return False
 
-    # A missing field counts as None, which no check accepts. The values count too: for example, a
-    # line of the kind "start" must have more fields than other lines with the key "kind".
-    fields = _required_fields(present_keys[0], value)
-    return all(is_valid(value.get(name)) for name, is_valid in fields.items())
+    check_of_field = _required_fields(first_key, value)
+    for name, is_valid in check_of_field.items():
+        if not is_valid(value.get(name)):  # a missing field is None, which no check accepts
+            return False
+    return True
 
 
 def _required_fields(key: str, value: Mapping[str, Any]) -> Mapping[str, Callable[[Any], bool]]:

@@ -19,6 +19,7 @@ from lockstep.session.extension import Extension
 from lockstep.torch_compat import profiler_is_running
 
 TRACE_SUFFIX = ".trace.json.gz"
+_PHASES_BETWEEN_STEPS = ("evaluation", "checkpoint")
 
 
 class StepTrace(Extension):
@@ -53,17 +54,9 @@ class StepTrace(Extension):
             self._start_if_step_begins(phase)
             return
 
-        # The step is over if the loop asks for the next batch, leaves, or, without a loader that
-        # would be asked, has made the next step too.
-        num_steps_made = self._run.step.number
-        optimizer_has_stepped = num_steps_made >= self._step_to_trace
-        next_step_is_made = num_steps_made > self._step_to_trace
-        leaves_the_loop = phase in ("evaluation", "checkpoint")
-        step_is_over = optimizer_has_stepped and (phase == "data" or leaves_the_loop)
-
-        if step_is_over or next_step_is_made:
+        if self._traced_step_has_ended(phase):
             self._write_trace()
-        elif leaves_the_loop:
+        elif phase in _PHASES_BETWEEN_STEPS:
             # The loop asked for a batch, but the loader was at its end. The step comes after the
             # evaluation, which may be long. So this trace is dropped, and another one is started
             # when the step begins again.
@@ -71,14 +64,27 @@ class StepTrace(Extension):
         else:
             self._enter(phase)
 
+    def _traced_step_has_ended(self, phase: str) -> bool:
+        """Returns True if the new phase comes after the step that is traced."""
+        num_steps_made = self._run.step.number
+        if num_steps_made < self._step_to_trace:
+            return False
+
+        # Without a prepared loader no phase shows the end of the step, but the next one is made.
+        if num_steps_made > self._step_to_trace:
+            return True
+
+        # After the optimizer, the step goes on until the loop asks for another batch, or pauses.
+        return phase == "data" or phase in _PHASES_BETWEEN_STEPS
+
     def _start_if_step_begins(self, phase: str) -> None:
         """Starts the trace if the new phase begins the step that is to be traced.
 
-        Steps are counted from 1: step 5 begins when 4 steps are made, and is over with 5.
+        Steps are counted from 1: step 5 begins when 4 steps are made, and is made with 5.
         """
         num_steps_made = self._run.step.number
-        step_is_over = num_steps_made >= self._step_to_trace
-        if step_is_over:  # the run was resumed from a checkpoint after it
+        step_is_made = num_steps_made >= self._step_to_trace
+        if step_is_made:  # the run was resumed from a checkpoint after it
             self._run.extensions.remove(self)
             return
 
