@@ -604,6 +604,24 @@ def test_the_page_in_chinese(tmp_path: Path, monkeypatch: Any) -> None:
     assert ("BatchNorm", "1 层，已同步", "") in rows
 
 
+def test_a_file_of_the_user_keeps_its_name_on_the_chinese_page(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Files may be called by words that are messages of Lockstep, such as `data` and `host`."""
+    git = {"commit": "7ab7c185" * 5, "changed": ["data"], "num_changed": 1}
+    made.write(tmp_path, 2, rows=2, command=["data", "host"], git=git)
+    monkeypatch.setattr(language, "language", lambda: "zh")
+    assert language.translate("data") == "数据"
+    assert language.translate("host") != "host"
+    rows = re.findall(
+        r'<tr><th scope="row">(.*?)</th><td>(.*?)</td><td class="soft">(.*?)</td>', pages(tmp_path)
+    )
+    assert ("脚本", "data", "") in rows
+    assert ("参数", "host", "") in rows
+    [reason_of_commit] = [reason for _, value, reason in rows if value.startswith("7ab7c185")]
+    assert reason_of_commit == "data"
+
+
 def test_how_busy_the_gpus_were(tmp_path: Path) -> None:
     made.write(tmp_path, 2, rows=10, device="cuda:0")
     for rank, uses in ((0, (90, 80)), (1, (50, 40))):

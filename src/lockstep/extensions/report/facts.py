@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 from lockstep.extensions.report.reading import Start
 from lockstep.wording import count_noun, format_ranks, join_first
 
-POSITIONAL_ARGUMENT = "argument"
-"""The name of an argument of the script that has none."""
+
+class UserText(str):
+    """A text that comes from the user, such as the name of a file. It is never translated."""
+
+    __slots__ = ()
 
 
 class Fact(NamedTuple):
@@ -44,8 +47,9 @@ def run_facts(start: Start) -> list[Fact]:
     header = start.main.header
     facts = []
     if header.get("command"):
-        facts.append(Fact("script", header["command"][0]))
-    facts += [Fact(name, value) for name, value in script_arguments(header.get("command") or [])]
+        script, *arguments = header["command"]
+        facts.append(Fact("script", UserText(script)))
+        facts += _script_arguments(arguments)
 
     facts += _settings(header)
     facts += _code(header)
@@ -58,32 +62,32 @@ def run_facts(start: Start) -> list[Fact]:
     return facts
 
 
-def script_arguments(command: Sequence[str]) -> list[tuple[str, str]]:
+def _script_arguments(words: Sequence[str]) -> list[Fact]:
     """Returns the arguments of the script as names and values.
 
-    `["train.py", "--lr", "0.1", "--deep", "--size=8", "model.width=9", "data"]` gives
-    ("--lr", "0.1"), ("--deep", ""), ("--size", "8"), ("model.width", "9") and ("argument", "data").
-    Any word without a dash after an option is taken for its value, here "0.1".
+    `["--lr", "0.1", "--deep", "--size=8", "model.width=9", "data"]` gives ("--lr", "0.1"),
+    ("--deep", ""), ("--size", "8"), ("model.width", "9") and ("argument", "data"). Any word without
+    a dash after an option is taken for its value, here "0.1".
     """
-    pairs: list[tuple[str, str]] = []
-    option_without_value = ""  # the option of the last pair, if its value may follow
-    for word in command[1:]:
+    facts: list[Fact] = []
+    option_without_value = ""  # the option of the last fact, if its value may follow
+    for word in words:
         is_option = word.startswith("-") and not _is_number(word)
         if option_without_value and not is_option:
-            pairs[-1] = (option_without_value, word)
+            facts[-1] = Fact(UserText(option_without_value), UserText(word))
             option_without_value = ""
             continue
 
         name, equals_sign, value = word.partition("=")
         if equals_sign:  # --lr=0.1, or model.width=8, which begins with no dash
-            pairs.append((name, value))
+            facts.append(Fact(UserText(name), UserText(value)))
             option_without_value = ""
         elif is_option:
-            pairs.append((word, ""))
+            facts.append(Fact(UserText(word), ""))
             option_without_value = word
         else:
-            pairs.append((POSITIONAL_ARGUMENT, word))
-    return pairs
+            facts.append(Fact("argument", UserText(word)))
+    return facts
 
 
 def _is_number(word: str) -> bool:
@@ -118,7 +122,7 @@ def _code(header: Mapping[str, Any]) -> list[Fact]:
 
     files = count_noun(int(git.get("num_changed", len(changed))), "changed file")
     first_names = join_first([str(name) for name in changed])  # such as "a.py, b.py, ..."
-    return [Fact("git commit", f"{commit}, with {files}", first_names)]
+    return [Fact("git commit", f"{commit}, with {files}", UserText(first_names))]
 
 
 def _hosts(start: Start) -> list[Fact]:

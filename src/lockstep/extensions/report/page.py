@@ -24,10 +24,9 @@ from lockstep.errors import CheckpointError
 from lockstep.extensions.report import analysis, charts, comparison
 from lockstep.extensions.report.console import clock, duration, number, thousands
 from lockstep.extensions.report.facts import (
-    POSITIONAL_ARGUMENT,
+    UserText,
     command_line,
     run_facts,
-    script_arguments,
 )
 from lockstep.extensions.report.reading import (
     LauncherLine,
@@ -438,17 +437,15 @@ def _rows_of_facts(start: Start) -> list[tuple[str, str, str]]:
         argument, data/                       the name is Lockstep's, so it alone is translated
         --lr, 0.1                             nothing is translated
     """
-    arguments = script_arguments(start.main.header.get("command") or [])
     rows = []
     for name, value, reason in run_facts(start):
-        is_argument_of_script = (name, value) in arguments
-        if not is_argument_of_script:
-            rows.append((translate(name), translate(value), translate(reason)))
-        elif name == POSITIONAL_ARGUMENT:
-            rows.append((translate(name), value, reason))
-        else:
-            rows.append((name, value, reason))
+        rows.append((_in_own_language(name), _in_own_language(value), _in_own_language(reason)))
     return rows
+
+
+def _in_own_language(text: str) -> str:
+    """Returns a text of Lockstep's in the language of the page, and one of the user's as it is."""
+    return text if isinstance(text, UserText) else translate(text)
 
 
 def _working_sentence(start: Start) -> str:
