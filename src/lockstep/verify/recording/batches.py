@@ -24,24 +24,22 @@ from lockstep.verify.recording.tensor_values import (
 from lockstep.verify.training_record import Batch
 
 
-def describe_batch(batch: Any, num_samples: int | None = None, **fields: Any) -> Batch:
+def describe_batch(
+    batch: Any, num_samples: int | None = None, *, ids: Sequence[int] | None = None, **fields: Any
+) -> Batch:
     """Builds the record of a batch: digests, shape and weights of its samples.
 
     Args:
         batch: nest of tensors, each with one row for each sample.
         num_samples: number of samples in the batch. By default, the number of rows of the first
             tensor, or of images in a list of single images.
+        ids: indices of the samples in the dataset; None or empty if they are not known.
         **fields: further fields of the record, such as `epoch`.
     """
-    # Without indices, a record has the field `ids` empty or None.
-    expected_number = num_samples
-    if expected_number is None and fields.get("ids"):
-        expected_number = len(fields["ids"])
-
-    # The expected number tells whether a batch begins with a list of single images. It is not the
-    # number of samples, as a `collate_fn` may make several rows of each index.
-    all_tensors = tensors_with_any_rows(batch, expected_number)
+    num_images = _num_images_in_list(num_samples, ids)
+    all_tensors = tensors_with_any_rows(batch, num_images)
     if num_samples is None:
+        # Not the number of indices: a `collate_fn` may make several rows of each index.
         num_samples = len(all_tensors[0]) if all_tensors else 0
 
     # Tensors with another number of rows say nothing about single samples, and are left out. So are
@@ -58,7 +56,18 @@ def describe_batch(batch: Any, num_samples: int | None = None, **fields: Any) ->
 
     contents = _sample_digests(sample_tensors, num_samples)
     weights = _weights(sample_tensors, num_samples)
-    return Batch(contents=contents, shape=shape, weights=weights, **fields)
+    return Batch(contents=contents, shape=shape, weights=weights, ids=ids, **fields)
+
+
+def _num_images_in_list(num_samples: int | None, ids: Sequence[int] | None) -> int | None:
+    """Returns how many images a batch has, if it begins with a list of single images.
+
+    There is one for each sample, such as 2 in `([image, image], labels)` with the indices 7 and 3.
+    None if neither the number of samples nor their indices are known.
+    """
+    if num_samples is not None:
+        return num_samples
+    return len(ids) if ids else None
 
 
 def _sample_digests(sample_tensors: Sequence[Tensor], num_samples: int) -> list[str]:
@@ -227,12 +236,12 @@ class UnusedBatches:
             The batches that were fetched ahead for a later step, and the batches that were never
             trained on.
         """
-        # A batch was fetched ahead if no model was called with it. This is only known of loaders
-        # whose batches can be followed to the call of a model. Otherwise, all batches that a loader
-        # has handed out are taken for batches of the step that ends.
+        # Batches of other loaders are all taken for batches of the step that ends, since they could
+        # not be followed to the call of a model.
         fetched_ahead = {}
         for number, record in self._not_seen_in_models.items():
-            if record.loader in self._recognized_loaders:
+            model_calls_are_seen = record.loader in self._recognized_loaders
+            if model_calls_are_seen:
                 fetched_ahead[number] = record
 
         never_trained = self._never_trained

@@ -170,18 +170,12 @@ class BitRecorder(Extension):
             if parameter.grad is not None:
                 gradients[name] = parameter.grad
 
-        # Hashes of the gradients of virtual ranks, by names such as "Net/weight of virtual rank 2".
-        # Only those of this optimizer's parameters are taken; other optimizers will take the rest.
-        gradients_of_virtual_ranks: dict[str, str] = {}
-        for name in parameters:
-            gradients_of_virtual_ranks |= self._virtual_rank_hashes.pop(name, {})
-
         # By the kinds that `lockstep.verify.bit_verdict.KINDS` describes.
         update.bits = {
             "before": _hashes(parameters.items()),
             "samples": self._samples,
             "loss": self._losses,
-            "parts": gradients_of_virtual_ranks,
+            "parts": self._take_virtual_rank_hashes(parameters),
             "gradients": _hashes(gradients.items()),
             "rates": {f"parameter group {number}": rate.hex() for number, rate in enumerate(rates)},
         }
@@ -191,6 +185,19 @@ class BitRecorder(Extension):
         if self._keeps_values(update):
             update.gradients = copy_arrays(gradients.items())
             update.parameters_before = copy_arrays(parameters.items())
+
+    def _take_virtual_rank_hashes(self, names: Iterable[str]) -> dict[str, str]:
+        """Returns and removes the hashes of the gradients of virtual ranks, of some parameters.
+
+        They are named like "Net/weight of virtual rank 2". Other optimizers will take the rest.
+
+        Args:
+            names: names of the parameters, such as "Net/weight".
+        """
+        taken: dict[str, str] = {}
+        for name in names:
+            taken |= self._virtual_rank_hashes.pop(name, {})
+        return taken
 
     def _keeps_values(self, update: RankUpdate) -> bool:
         """True if the values of an update are recorded too, and not only hashes of them.

@@ -9,7 +9,7 @@ no samples left.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +34,7 @@ class ForeignStepRecorder:
         self.state = state
         self._gradients = gradients
 
-    def record_if_parameters_changed(self) -> None:
+    def end_update_if_parameters_changed(self) -> None:
         """Records the current update if it has changed the parameters, which completes it.
 
         Called before each forward pass. The parameters are compared with those at the first forward
@@ -82,8 +82,8 @@ class ForeignStepRecorder:
                 return True
         return False
 
-    def record_if_loss_parameters_changed(self, loss: Tensor) -> None:
-        """Records an update if the parameters behind a loss have changed since the loss before.
+    def end_update_if_loss_parameters_changed(self, loss: Tensor) -> None:
+        """Records the current update if parameters behind a loss have changed since the last loss.
 
         This covers a rank that calls no module, but functions such as `F.linear` with parameters.
         The summaries of the parameters are kept for the next loss.
@@ -92,22 +92,17 @@ class ForeignStepRecorder:
         if state.has_optimizer:  # its step completes the update
             return
 
-        calls_modules = next(state.models.parameters(), None) is not None
-        if calls_modules:  # `record_if_parameters_changed` compares the parameters of modules
+        has_called_modules = next(state.models.parameters(), None) is not None
+        if has_called_modules:  # `end_update_if_parameters_changed` compares their parameters
             return
 
         summaries_at_last_loss = state.notes.summaries_of_loss
         summaries_at_this_loss = {}
-        has_changed = False
         for parameter in _parameters_behind(loss):
-            summary = summarize(parameter)
-            summaries_at_this_loss[id(parameter)] = SummarizedParameter(parameter, summary)
+            summary = SummarizedParameter(parameter, summarize(parameter))
+            summaries_at_this_loss[id(parameter)] = summary
 
-            at_last_loss = summaries_at_last_loss.get(id(parameter))
-            if at_last_loss is not None and not np.array_equal(summary, at_last_loss.summary):
-                has_changed = True
-
-        if has_changed:
+        if _some_summary_has_changed(summaries_at_last_loss, summaries_at_this_loss):
             self._record_update()
             state.end_script_if_enough()
 
@@ -138,8 +133,8 @@ class ForeignStepRecorder:
 
             gradient = copy_arrays([(name, parameter.grad)])
             update.gradients = {**update.gradients, **gradient}
-            # Without an optimizer, it is not recorded whether the script has clipped its gradients.
-            # So they are recorded like gradients that were not clipped.
+            # `unclipped` differs from `gradients` if the script has clipped them. Without an
+            # optimizer, clipping is not noticed.
             update.unclipped = update.gradients
 
     def _record_update(self) -> None:
@@ -197,9 +192,18 @@ class ForeignStepRecorder:
             )
             state.writer.write(missed_update)
             state.steps_of[optimizer] += 1
-            # The number of the update that begins now. The optimizer's next step is made of calls
-            # of models from here on.
+            # Calls of models from this update on belong to the optimizer's next step.
             state.first_update_of_next_step[optimizer] = state.update_number
+
+
+def _some_summary_has_changed(
+    before: Mapping[int, SummarizedParameter], now: Mapping[int, SummarizedParameter]
+) -> bool:
+    """True if a parameter that was summarized twice has changed. The keys are ids of parameters."""
+    for parameter_id in before.keys() & now.keys():
+        if not np.array_equal(before[parameter_id].summary, now[parameter_id].summary):
+            return True
+    return False
 
 
 def _parameters_behind(loss: Tensor) -> Iterator[Tensor]:

@@ -44,7 +44,7 @@ from lockstep.verify.recording.tensor_values import (
     tensors_with_row_per_sample,
 )
 from lockstep.verify.tolerance import Array
-from lockstep.verify.training_record import Forward
+from lockstep.verify.training_record import Batch, Forward
 
 MAX_FORWARD_PASSES = 16
 """Number of forward passes that are kept until a backward pass uses them."""
@@ -154,15 +154,17 @@ class ForwardRecorder:
         if is_trained:
             self._end_update_if_another_rank_has_stepped()
 
-        notes = self.state.notes
-        notes.local_batch_norms_without_gradients = set()  # of this call of the model
+        self._forget_last_call_of_model()
         self._note_wrapper(module)
         self._add_model(module)
 
         if is_trained:
             self._begin_training_pass(module, inputs, marks)
-        else:
-            notes.running_pass = None
+
+    def _forget_last_call_of_model(self) -> None:
+        """Clears what the notes hold only while a model is called."""
+        self.state.notes.running_pass = None
+        self.state.notes.local_batch_norms_without_gradients = set()
 
     def _end_update_if_another_rank_has_stepped(self) -> None:
         """Ends the current update before a forward pass, if a foreign step has completed it.
@@ -171,7 +173,7 @@ class ForwardRecorder:
         parameters change), forward pass. The forward pass belongs to the next update.
         """
         if self._is_first_after_backward_pass():
-            self._foreign_steps.record_if_parameters_changed()
+            self._foreign_steps.end_update_if_parameters_changed()
 
     def _is_first_after_backward_pass(self) -> bool:
         """True if no model has been called since the last backward pass."""
@@ -219,36 +221,33 @@ class ForwardRecorder:
             marks: marks of the inputs, by kind.
         """
         state = self.state
-        update = state.update
-
-        # A model that is neither wrapped with DDP nor prepared by Lockstep may be a mistake. The
-        # first line that calls one is recorded.
-        is_unwrapped = not state.models.is_wrapped(module)
-        if is_unwrapped and not update.unwrapped_line:
-            update.unwrapped_line = user_line() or ""
-
-        # Tensors of modules that are neither parameters nor buffers, but plain attributes. They are
-        # recorded once in an update.
-        if not update.module_tensors_before:
-            update.module_tensors_before = state.models.plain_attributes()
-
-        is_first_of_update = not update.began_with_forward
+        is_first_of_update = not state.update.began_with_forward
         if is_first_of_update:
             self._begin_step()
 
-        self._record_parameters_before_pass()
+        self._note_line_of_unwrapped_model(module)
+        self._note_evaluation_mode(module)
+        self._record_tensors_before_pass()
 
         # Of several models that are called before one backward pass, only the inputs of the first
         # one are recorded.
         if self._is_first_after_backward_pass():
+            self._count_draws_before_forward()
             self._record_model_inputs(inputs)
 
-        self._note_evaluation_mode(module)
-
-        # The loss will be made from everything that the inputs are made from.
+        # What the inputs were computed from goes into the loss, too.
         num_draws_of_earlier_steps = state.step_draws.num_draws_before_step
         state.record_marks(marks, num_ignored_draws=num_draws_of_earlier_steps)
         state.notes.running_pass = self._new_forward_pass(module, inputs)
+
+    def _note_line_of_unwrapped_model(self, module: nn.Module) -> None:
+        """Records the first line that calls a model which neither DDP nor Lockstep has wrapped.
+
+        With several ranks, this may be a mistake.
+        """
+        is_unwrapped = not self.state.models.is_wrapped(module)
+        if is_unwrapped and not self.state.update.unwrapped_line:
+            self.state.update.unwrapped_line = user_line() or ""
 
     def _begin_step(self) -> None:
         """Records the state of the run at the first training forward pass of an optimizer step."""
@@ -266,19 +265,32 @@ class ForwardRecorder:
         # The script may write to parameters between two steps, for example to average them.
         state.update.rewritten_parameters = self._parameters_changed_since_last_step()
 
-    def _record_parameters_before_pass(self) -> None:
-        """Records the parameters that a forward pass uses.
+    def _record_tensors_before_pass(self) -> None:
+        """Records the parameters, and the plain attributes of modules, that a forward pass uses.
 
         Before the first backward pass of the update, all parameters are recorded. They should stay
         the same until the step. So after each backward pass, only those are recorded that the
         script has changed.
         """
         update = self.state.update
+        if not update.module_tensors_before:  # recorded once in an update
+            update.module_tensors_before = self.state.models.plain_attributes()
+
         had_backward_pass = bool(update.losses)
         if not had_backward_pass:
             self._record_parameters_at_start()
         elif self._is_first_after_backward_pass() and not update.changed_between_passes:
             self._record_parameters_changed_within_update()
+
+    def _count_draws_before_forward(self) -> None:
+        """Counts the random draws before the first forward pass of the update.
+
+        Random numbers that are drawn later may go into the loss without being inputs of a model, so
+        `losses` records them.
+        """
+        is_first_forward_of_update = not self.state.update.model_inputs
+        if is_first_forward_of_update:
+            self.state.notes.num_draws_before_forward = self.state.mode.draws.num_draws
 
     def _record_model_inputs(self, inputs: Any) -> None:
         """Adds the inputs of a model to `model_inputs` of the update, if they have rows.
@@ -289,20 +301,12 @@ class ForwardRecorder:
         Args:
             inputs: positional arguments of the call.
         """
-        state = self.state
-
-        # Counted to tell later which numbers were drawn after this call: they may go into the loss
-        # without being inputs of a model.
-        is_first_call_of_update = not state.update.model_inputs
-        if is_first_call_of_update:
-            state.notes.num_draws_before_forward = state.mode.draws.num_draws
-
         # `shape` describes the rows of the tensors, such as "torch.float32 [3, 32, 32]". It is an
         # empty text if no tensor has rows.
         record = describe_batch(inputs, ids=())  # the indices of the samples are not known
         has_rows = bool(record.shape)
         if has_rows:
-            state.update.model_inputs.append(record)
+            self.state.update.model_inputs.append(record)
 
     def _note_evaluation_mode(self, module: nn.Module) -> None:
         """Records the parameters of a model's submodules that are in evaluation mode."""
@@ -340,11 +344,11 @@ class ForwardRecorder:
         """
         state = self.state
         state.notes.summaries_at_start = state.models.summaries_of_parameters()
-        state.notes.summaries_of_unstepped = self._summaries_of_unstepped_parameters()
+        state.notes.summaries_without_name = self._summaries_of_parameters_without_name()
         if state.is_first_update:
             state.update.initial = self._values_of_parameters()
 
-    def _summaries_of_unstepped_parameters(self) -> dict[tuple[int, int], Array]:
+    def _summaries_of_parameters_without_name(self) -> dict[tuple[int, int], Array]:
         """Returns the summaries of parameters that no model has, but an optimizer before its steps.
 
         Until the optimizer steps, they have no name. So the key is a pair: (0, 2) for the third
@@ -409,14 +413,17 @@ class ForwardRecorder:
         if is_small_enough:
             record.input_values = _values_by_sample(first_input, num_samples)
 
-        forward_pass = ForwardPass(record)
-        # The first calls may be a trial, for example to print the shape of the output. The first
-        # loss will show which calls it was computed from. Until then, all inputs are kept.
-        if self.state.is_first_update:
-            no_indices = ()  # the inputs of a model do not tell the indices of the samples
-            forward_pass.inputs = describe_batch(inputs, ids=no_indices)
+        return ForwardPass(record, inputs=self._inputs_until_first_loss(inputs))
 
-        return forward_pass
+    def _inputs_until_first_loss(self, inputs: Any) -> Batch | None:
+        """Returns the record of a model's inputs in the first update, and None in later ones.
+
+        The first calls of a model may be a trial, for example to print the shape of the output. The
+        first loss will show which calls it was computed from. Until then, all inputs are kept.
+        """
+        if not self.state.is_first_update:
+            return None
+        return describe_batch(inputs, ids=())  # the indices of the samples are not known
 
     # The end of a forward pass
 
@@ -435,23 +442,17 @@ class ForwardRecorder:
         if is_model and has_parameters(module):
             self._mark_output(output)
 
-        # Everything else is recorded only for models that are being trained, and whose inputs have
-        # samples. For these, `enter_module` has created a record of the forward pass, which is also
-        # found here when modules inside of the model end.
-        forward_pass = self.state.notes.running_pass
-        if forward_pass is None or not torch.is_grad_enabled():
+        # The forward pass of the model, even if `module` is only a part of the model. None if the
+        # model is not trained, or if its inputs have no samples.
+        forward_pass_of_model = self.state.notes.running_pass
+        if forward_pass_of_model is None or not torch.is_grad_enabled():
             return
 
-        # The output tensors that a loss can be computed from.
-        outputs = []
-        for value in pytree.tree_leaves(output):
-            if isinstance(value, Tensor) and value.requires_grad and value.dim() > 0:
-                outputs.append(value)
-
+        outputs = _outputs_with_gradients(output)
         if is_model:
-            self._end_forward_pass(forward_pass, outputs)
+            self._end_forward_pass(forward_pass_of_model, outputs)
         else:
-            self._keep_hidden_activation(forward_pass, outputs)
+            self._keep_hidden_activation(forward_pass_of_model, outputs)
 
     def _keep_hidden_activation(self, forward_pass: ForwardPass, outputs: list[Tensor]) -> None:
         """Keeps the first hidden activation in a model that has a row for each sample.
@@ -497,21 +498,26 @@ class ForwardRecorder:
         # them inherits the mark.
         mark(outputs, trained=self.state.update_number)
 
-        record = forward_pass.record
-        num_samples = len(record.inputs)
-        if _outputs_show_samples(outputs, num_samples):
-            record.rows_are_samples = True
-
         # Only the latest forward passes are kept.
         notes.forward_passes = [*notes.forward_passes, forward_pass][-MAX_FORWARD_PASSES:]
 
-        # Outputs are compared sample by sample only if each of them has a row for each sample.
-        outputs_with_row_per_sample = tensors_with_row_per_sample(outputs, num_samples)
-        if not outputs or len(outputs_with_row_per_sample) < len(outputs):
-            return
+        record = forward_pass.record
+        num_rows = len(record.inputs)
+        with_row_per_input_row = tensors_with_row_per_sample(outputs, num_rows)
 
-        record.outputs = summarize_rows(outputs_with_row_per_sample, num_samples)
-        for output_number, tensor in enumerate(outputs, 1):
+        # The rows of the inputs may be something else than samples, such as the nodes of a graph.
+        # If some output has rows for each of them, they are samples.
+        if with_row_per_input_row or _some_has_several_rows_each(outputs, num_rows):
+            record.rows_are_samples = True
+
+        # Outputs are compared sample by sample only if each of them has a row for each sample.
+        if len(with_row_per_input_row) == len(outputs):
+            record.outputs = summarize_rows(with_row_per_input_row, num_rows)
+            self._hook_outputs(forward_pass)
+
+    def _hook_outputs(self, forward_pass: ForwardPass) -> None:
+        """Hooks each output of a forward pass, so that its gradient is recorded."""
+        for output_number, tensor in enumerate(forward_pass.outputs, 1):
             hook = partial(self.record_output_gradient, forward_pass, output_number)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -577,16 +583,23 @@ def _values_by_sample(tensor: Tensor, num_samples: int) -> Array:
     return rows.cpu().clone().numpy()
 
 
-def _outputs_show_samples(outputs: list[Tensor], num_samples: int) -> bool:
+def _some_has_several_rows_each(outputs: list[Tensor], num_rows: int) -> bool:
     """True if some output of a model has the same number of rows for each row of the inputs.
 
-    Then these rows are samples. For 8 rows, the output may have the shape (8, 10), or (40, 10) with
-    a row for each of 5 tokens. Also true if the inputs have no rows.
+    For 8 rows of the inputs, an output may have the shape (40, 10), with a row for each of 5
+    tokens. Also true if the inputs have no rows.
 
     Args:
         outputs: output tensors of the model.
-        num_samples: number of rows of the inputs.
+        num_rows: number of rows of the inputs.
     """
-    if tensors_with_row_per_sample(outputs, num_samples):
-        return True
-    return any(num_samples == 0 or len(output) % num_samples == 0 for output in outputs)
+    return any(num_rows == 0 or len(output) % num_rows == 0 for output in outputs)
+
+
+def _outputs_with_gradients(output: Any) -> list[Tensor]:
+    """Returns the tensors in the output of a module that a loss can be computed from."""
+    outputs = []
+    for value in pytree.tree_leaves(output):
+        if isinstance(value, Tensor) and value.requires_grad and value.dim() > 0:
+            outputs.append(value)
+    return outputs

@@ -109,33 +109,40 @@ class GradientRecorder:
         notes = self.state.notes
         notes.gradients_after_backward = {}
 
-        are_local: list[bool] = []  # for each gradient that the hooks have seen
         for _, parameter in self.state.models.parameters():
-            if parameter.grad is None or parameter.grad.is_sparse:
-                continue
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                gradient = to_local(parameter.grad).clone()
+                notes.gradients_after_backward[id(parameter)] = gradient
 
-            gradient = to_local(parameter.grad).clone()
-            notes.gradients_after_backward[id(parameter)] = gradient
-
-            # The gradient is local if it is the sum of what the hook has seen in each backward pass
-            # of the update. (If there is no hook, it is not known.)
-            gradients_of_passes = self._local_gradients_of(parameter)
-            if gradients_of_passes:
-                are_local.append(_is_local(gradient, gradients_of_passes))
-
-        all_are_local = bool(are_local) and all(are_local)
-        self.state.update.local_passes.append(all_are_local)
+        self.state.update.local_passes.append(self._all_gradients_are_local())
 
         # Batches that are handed out after the last backward pass of an update belong to the next
         # update.
         notes.num_batches_at_last_backward = len(self.state.update.batches)
 
-    def _local_gradients_of(self, parameter: nn.Parameter) -> list[Tensor]:
+    def _all_gradients_are_local(self) -> bool:
+        """True if the gradients after a backward pass are those that the hooks have seen.
+
+        DDP averages them after the hooks. Gradients without a hook are skipped; if there are no
+        others, the result is False.
+        """
+        some_is_hooked = False
+        for parameter_id, gradient in self.state.notes.gradients_after_backward.items():
+            gradients_of_passes = self._local_gradients_of(parameter_id)
+            if not gradients_of_passes:
+                continue
+            some_is_hooked = True
+            if not _is_local(gradient, gradients_of_passes):
+                return False
+
+        return some_is_hooked
+
+    def _local_gradients_of(self, parameter_id: int) -> list[Tensor]:
         """Returns what each backward pass of the update added to the gradient of a parameter."""
         local_gradients = []
         for gradients in self.state.notes.gradients_of_passes:
-            if id(parameter) in gradients:
-                local_gradients.append(gradients[id(parameter)])
+            if parameter_id in gradients:
+                local_gradients.append(gradients[parameter_id])
         return local_gradients
 
     def local_gradients(self) -> list[dict[str, Array]]:

@@ -127,32 +127,31 @@ class InputRecorder:
     def _add(self, loader: Any, record: Batch, number_in_epoch: int) -> None:
         """Adds a batch to the current update, and numbers its loader.
 
-        This also sets `state.last_batch_text`, which tells the user where the script was stopped,
-        and forgets random numbers that were drawn before.
-
         Args:
             loader: loader that handed out the batch.
             record: record of the batch; its `loader` is set.
             number_in_epoch: number of the batch in its epoch, from 1.
         """
-        state = self.state
-        # `World.backward` may have recorded the loss of an earlier batch, but not of this one.
-        state.loss_is_recorded_by_world = False
-
         # A loader that was not used before gets the next number.
         next_number = len(self._number_of_loader)
         record.loader = self._number_of_loader.setdefault(loader, next_number)
+        self.state.update.batches.append(record)
 
+        # Tells the user where the script was stopped: "step 3, batch 3 of 4 of epoch 1".
         place = f"batch {number_in_epoch}"
         with suppress(TypeError):  # a stream has no length
             place = f"batch {number_in_epoch} of {len(loader)}"
+        self.state.last_batch_text = f", {place} of epoch {record.epoch + 1}"
 
-        # This is appended to a text such as "step 3": "step 3, batch 3 of 4 of epoch 1".
-        state.last_batch_text = f", {place} of epoch {record.epoch + 1}"
-        state.update.batches.append(record)
+        self._begin_use_of_batch()
 
-        # Random numbers drawn while the batch was read do not belong to the step.
-        state.forget_draws_so_far()
+    def _begin_use_of_batch(self) -> None:
+        """Forgets what was recorded before a batch was handed out, and does not belong to it.
+
+        That is the loss of an earlier batch, and the random numbers drawn while this one was read.
+        """
+        self.state.loss_is_recorded_by_world = False
+        self.state.forget_draws_so_far()
 
     def mark_used(self, batch_number: int) -> None:
         """Records that a model is called with tensors that were made from a batch.
@@ -169,7 +168,6 @@ class InputRecorder:
             The batches that were fetched ahead for a later update.
         """
         update = self.state.update
-        # The first are for a later step. At the second, the script has only looked.
         fetched_ahead, never_trained = self._unused.end_update()
         ids_not_trained_now = {id(record) for record in (*fetched_ahead, *never_trained)}
         update.batches = [

@@ -50,9 +50,16 @@ class LossCall:
     options: Mapping[str, Any]
     """The other arguments, by name, or under a name such as `argument 3` if passed by position."""
 
-    def _option(self, name: str, position: int, default: Any = None) -> Any:
-        """Returns an option that was passed by name or at a position, which is counted from 1."""
-        return self.options.get(name, self.options.get(f"argument {position}", default))
+    @property
+    def _class_weights(self) -> Tensor | None:
+        """The weight of each class, as in `cross_entropy(input, target, weight)`, or None.
+
+        In other loss functions, the third argument is another option, such as a number.
+        """
+        third_argument = self.options.get("argument 3")
+        weight = self.options.get("weight", third_argument)
+        has_weight_of_each_class = isinstance(weight, Tensor) and weight.dim() == 1
+        return weight if has_weight_of_each_class else None
 
     @property
     def divisor(self) -> float:
@@ -68,15 +75,12 @@ class LossCall:
         ignored_label = self.options.get("ignore_index", IGNORE_INDEX)
         labels = self.targets[self.targets != ignored_label]
 
-        # The class weights, as in `cross_entropy(input, target, weight)`. In other loss functions,
-        # the third argument is another option, a number.
-        weight = self._option("weight", position=3)
-        has_weight_of_each_class = isinstance(weight, Tensor) and weight.dim() == 1
-        if has_weight_of_each_class:
-            weights_of_labels = weight[labels]
-            return float(weights_of_labels.sum())
+        class_weights = self._class_weights
+        if class_weights is None:
+            return float(labels.numel())
 
-        return float(labels.numel())
+        weights_of_labels = class_weights[labels]
+        return float(weights_of_labels.sum())
 
 
 def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LossCall | None:
@@ -102,7 +106,7 @@ def loss_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lo
 
     # The names of further positional arguments depend on the function, so they are numbered:
     # "argument 3", "argument 4", ...
-    options = {name: value for name, value in kwargs.items() if name not in ("input", "target")}
+    options = {key: value for key, value in kwargs.items() if key not in ("input", "target")}
     for number, value in enumerate(args[2:], start=3):
         options[f"argument {number}"] = value
 

@@ -83,30 +83,37 @@ class LossRecorder:
         state.mode.note_dtype(loss)
         self._hook_all_parameters()
 
-        # 1. End the previous update, if another rank has changed the parameters of this one since
-        # the last loss. Then this loss belongs to the next update.
-        self._foreign_steps.record_if_loss_parameters_changed(loss)
+        # On a rank whose parameters another rank trains, this loss may begin the next update.
+        self._foreign_steps.end_update_if_loss_parameters_changed(loss)
 
-        # 2. Find the forward passes that the script has made for this loss. Before the first loss,
-        # it may have called the model for a trial, such as to print the shape of its output.
+        # Before the first loss, the script may have called the model as a trial.
         if state.is_first_update and len(state.notes.forward_passes) > 1:
             self._forget_trial_passes(loss)
-        # Copied before derivatives are taken below: with activation checkpointing, these call
-        # modules again, which are no forward passes of the script.
-        forward_passes = tuple(state.notes.forward_passes)
 
-        # 3. Describe the loss.
+        # A copy, since `_describe_loss` takes derivatives: with activation checkpointing, these
+        # call modules again, which are no forward passes of the script.
+        forward_passes = tuple(state.notes.forward_passes)
+        self._describe_loss(loss, forward_passes)
+        self._move_forward_passes_to_update(forward_passes)
+
+        # The hooks will add the gradients of this backward pass to the last entry.
+        state.notes.gradients_of_passes.append({})
+        self._clear_notes_of_backward_pass()
+
+    def _describe_loss(self, loss: Tensor, forward_passes: Sequence[ForwardPass]) -> None:
+        """Records the value and the terms of a loss, and what it was computed from.
+
+        Args:
+            loss: loss whose backward pass begins.
+            forward_passes: forward passes since the last backward pass.
+        """
+        update = self.state.update
         marks = marks_of(loss)
         self._record_origin(loss, marks)
         self._record_sample_coupling(loss, forward_passes)
-        state.update.losses.append(self._value(loss))
-        state.update.loss_terms.append(terms_of(loss))
+        update.losses.append(self._value(loss))
+        update.loss_terms.append(terms_of(loss))
         self._record_loss_calls(marks, forward_passes)
-
-        # 4. Prepare for the backward pass. The hooks will add its gradients to the last entry.
-        state.notes.gradients_of_passes.append({})
-        self._move_forward_passes_to_update(forward_passes)
-        self._clear_notes_of_backward_pass()
 
     def _hook_all_parameters(self) -> None:
         """Hooks all parameters to see their gradients, even if only an optimizer has them."""

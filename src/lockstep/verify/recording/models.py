@@ -22,11 +22,9 @@ from torch.optim import Optimizer
 from lockstep.checkpoint.modules import plain_name_function, unwrap
 from lockstep.strategies.base import parameters_of
 from lockstep.torch_compat import is_sharded, pytree
+from lockstep.verify.recording.library_code import is_of_torch_or_lockstep
 from lockstep.verify.recording.tensor_values import storage_address, summarize
 from lockstep.verify.tolerance import Array
-
-LIBRARY_PREFIXES = ("torch.", "lockstep.")
-"""Plain tensor attributes of modules from these packages are not recorded."""
 
 
 class Models:
@@ -177,7 +175,7 @@ class Models:
         storages_of_parameters.discard(0)  # stands for no storage, such as that of an empty tensor
         arrays: dict[str, Array] = {}
         for module_name, module in self.modules():
-            if type(module).__module__.startswith(LIBRARY_PREFIXES):
+            if is_of_torch_or_lockstep(type(module).__module__):
                 continue
 
             for attribute, value in vars(module).items():

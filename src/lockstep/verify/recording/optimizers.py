@@ -195,8 +195,8 @@ class OptimizerRecorder:
 
         state.notes.step_inputs_recorded = True
 
-        # If another optimizer has stepped since the backward pass, the backward pass is in the
-        # update of that step, and is copied from there.
+        # Two optimizers may step after one backward pass, which was recorded in the update of the
+        # first one.
         self._copy_backward_passes_of_last_update()
         self._record_parameters()
         self._record_other_tensors(optimizer)
@@ -271,9 +271,9 @@ class OptimizerRecorder:
             known_summaries=state.notes.summaries_at_start
         )
 
-        # The same for parameters that no model has, but an optimizer that had not stepped at the
-        # first forward pass of the update, when they were summarized.
-        update.unstepped_sums = state.notes.summaries_of_unstepped
+        # A parameter that no model has gets its name at the first step of its optimizer. Those
+        # without a name were summarized at the first forward pass of the update.
+        update.unstepped_sums = state.notes.summaries_without_name
 
     def _record_other_tensors(self, optimizer: Optimizer) -> None:
         """Records the optimizer's state and plain attributes of modules, as they are now.
@@ -383,20 +383,14 @@ class OptimizerRecorder:
         # The lowest precision of all losses and gradients so far. It decides on the tolerance.
         state.update.dtype = str(state.mode.lowest_dtype)
 
-        self._keep_backward_passes_for_next_optimizer()
+        # If another optimizer steps next, without a backward pass of its own, it gets the backward
+        # passes of this update, but not the results of this step.
+        state.last_update_without_results = replace(state.update)
         self._record_step_results(optimizer)
         self._finish_update(optimizer)
 
         # Random numbers drawn from here on belong to the next step.
         state.step_draws.forget_draws_so_far()
-
-    def _keep_backward_passes_for_next_optimizer(self) -> None:
-        """Keeps a copy of the update for `_copy_backward_passes_of_last_update`.
-
-        Another optimizer may step next, without a backward pass of its own. It gets the backward
-        passes of this update, but not the results of this step, which are not in the copy yet.
-        """
-        self.state.last_update_without_results = replace(self.state.update)
 
     def _record_local_gradients(self) -> None:
         """Records what each backward pass of this update has added to the gradients.
@@ -426,9 +420,8 @@ class OptimizerRecorder:
         # Model calls from the next update on belong to the next step of this optimizer.
         state.first_update_of_next_step[optimizer] = next_update_number
 
-        # `last` is True for the last micro-batch of the global batch, which belongs to the last
-        # replica.
-        if not state.trains_replicas or micro_batch.last:
+        is_last_replica = micro_batch.last  # `last` means: the last one of the global batch
+        if not state.trains_replicas or is_last_replica:
             state.steps_of[optimizer] += 1
 
     def _record_step_results(self, optimizer: Optimizer) -> None:

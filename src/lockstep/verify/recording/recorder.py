@@ -108,8 +108,8 @@ class Recorder(Extension):
         # An error of the recorder's own is kept in `internal_error`, which is a part of the result.
         with suppress(ExitByRecorder):
             if not script_failed:
-                # A rank without an optimizer may get its parameters from another rank. It sees that
-                # they have changed, which completes an update, at its next forward pass or now.
+                # A rank without an optimizer, whose parameters another rank changes, notices each
+                # update at its next forward pass. After the last update there is none.
                 self.foreign_steps.record_last_update()
 
         final_parameters: dict[str, Array] = {}

@@ -110,7 +110,8 @@ def _samples_are_coupled(
 
     # The samples are split into two groups. They are coupled if the results of one group have a
     # gradient with respect to sources of the other. Of 4 samples, bit 0 splits off the group of 1
-    # and 3, and bit 1 the group of 2 and 3, so that any two samples are in different groups once.
+    # and 3, and bit 1 the group of 2 and 3. Any two samples differ in some bit of their numbers,
+    # so they are in different groups at least once.
     num_bits = (samples - 1).bit_length()
     for bit in range(num_bits):
         rows_in_group = [_have_bit(sample_of_row, bit) for sample_of_row in samples_of_results]

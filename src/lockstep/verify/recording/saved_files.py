@@ -100,7 +100,6 @@ class SavedFiles:
             name: name of the function.
         """
         function = getattr(owner, name)
-        function_moves_file = name in MOVING_FUNCTIONS
 
         @wraps(function)
         def with_saved_file(*args: Any, **kwargs: Any) -> Any:
@@ -112,16 +111,12 @@ class SavedFiles:
                 return function(*args, **kwargs)
 
             path, *other_args = args
-            redirected = self.redirected_path(path)
-
             # In a call such as os.rename(path, target), the target is redirected too.
-            has_target = function_moves_file and bool(other_args)
-            if has_target:
-                target, *options = other_args
-                redirected_target = self._redirected_target(path, target)
-                return function(redirected, redirected_target, *options, **kwargs)
+            if name in MOVING_FUNCTIONS and other_args:
+                target = other_args[0]
+                other_args[0] = self._redirected_target(path, target)
 
-            return function(redirected, *other_args, **kwargs)
+            return function(self.redirected_path(path), *other_args, **kwargs)
 
         setattr(owner, name, with_saved_file)
         # Code may ask `os.stat in os.supports_dir_fd`, for example, which must stay true.

@@ -87,9 +87,9 @@ class UpdateNotes:
     # Parameters
     summaries_at_start: dict[str, Array] = field(default_factory=dict)
     """Summaries of the parameters at the first forward pass of the update: two numbers for each."""
-    summaries_of_unstepped: dict[tuple[int, int], Array] = field(default_factory=dict)
-    """The same for parameters that no model has, but only an optimizer that has not stepped. The
-    key is the number of the optimizer, and the index of the parameter in it."""
+    summaries_without_name: dict[tuple[int, int], Array] = field(default_factory=dict)
+    """The same for parameters that have no name yet: no model has them, and their optimizer has not
+    stepped. The key is the number of the optimizer, and the index of the parameter in it."""
     summaries_of_loss: dict[int, SummarizedParameter] = field(default_factory=dict)
     """On a rank without models, the parameters that the last loss was computed from, by id."""
 
@@ -142,9 +142,9 @@ class RecorderState(RunProgress):
     def record_marks(self, marks: Mapping[str, Any], num_ignored_draws: int) -> None:
         """Records the marks of a tensor that goes into the loss, in the update and its notes.
 
-        The marks tell what the tensor was computed from. These kinds are recorded, with values such
-        as:
+        The marks tell what the tensor was computed from. These kinds are recorded:
 
+            Kind and value                           Value
             "statistic train.py:12: x.mean()": 0.5   a number that stands for the statistic
             "model 3": "train.py:9: model(x)"        the line of a call while update 3 was recorded
             "norm 140": 140                          the id of a BatchNorm layer

@@ -137,8 +137,8 @@ def single_images(values: object, num_samples: int | None = None) -> list[Tensor
         has_image_for_each_sample = len(candidates) == num_samples
         if not has_image_for_each_sample:
             return []
-        # The first dimension of an image has the size of its channels, and that of a batch the
-        # number of samples. Only where the two are equal, an image may be a batch.
+        # Images begin with their channels, and batches with their samples: with 8 samples, a tensor
+        # of shape (3, 224, 224) can only be an image.
         may_be_batches = len(candidates[0]) == num_samples
         if not may_be_batches:
             return candidates
@@ -146,28 +146,36 @@ def single_images(values: object, num_samples: int | None = None) -> list[Tensor
     return candidates if _rest_shows_images(values, candidates) else []
 
 
-def _possible_images(values: object) -> list[Tensor]:
+def _possible_images(nest: object, *, is_whole_batch: bool = True) -> list[Tensor]:
     """Returns the tensors that a nest begins with if, by their shapes, each may be one image.
 
     `([image, image], labels)` and `[{"image": image}, {"image": image}]` begin with two images.
-    `[inputs, labels]` does not: in a list that is the whole batch, tensors are kinds of values.
+
+    Args:
+        nest: nest of lists, tuples and dictionaries.
+        is_whole_batch: whether the nest is the whole batch, and not an entry of it.
     """
-    # Go from the whole nest to its first entry, to the first entry of that, and so on.
-    nest = values
-    while True:
-        entries = [entry for entry in _entries(nest) if tensors(entry)]
-        if not entries:  # the nest is a single tensor, or has none
-            return []
+    entries = [entry for entry in _entries(nest) if tensors(entry)]
+    if not entries:  # the nest is a single tensor, or has none
+        return []
 
-        is_whole_batch = nest is values
-        are_dictionaries = all(isinstance(entry, Mapping) for entry in entries)
-        may_be_samples = are_dictionaries or not is_whole_batch
-        if may_be_samples and isinstance(nest, list | tuple):
-            first_tensors = [tensors(entry)[0] for entry in entries]
-            if _may_be_images(first_tensors):
-                return first_tensors
+    is_list = isinstance(nest, list | tuple)
+    if is_list and _may_be_samples(entries, are_whole_batch=is_whole_batch):
+        first_tensors = [tensors(entry)[0] for entry in entries]
+        if _may_be_images(first_tensors):
+            return first_tensors
 
-        nest = entries[0]
+    return _possible_images(entries[0], is_whole_batch=False)
+
+
+def _may_be_samples(entries: Sequence[object], *, are_whole_batch: bool) -> bool:
+    """True if each entry of a list may be one sample.
+
+    The entries of a whole batch are usually different kinds of values, as in `[inputs, labels]`.
+    Only if all are dictionaries, such as `{"image": image}`, each of them may be a sample.
+    """
+    are_dictionaries = all(isinstance(entry, Mapping) for entry in entries)
+    return are_dictionaries or not are_whole_batch
 
 
 def _rest_shows_images(values: object, candidates: Sequence[Tensor]) -> bool:
@@ -180,18 +188,24 @@ def _rest_shows_images(values: object, candidates: Sequence[Tensor]) -> bool:
         values: nest of lists, tuples and dictionaries.
         candidates: the tensors that the nest begins with, all with the same number of rows.
     """
-    ids_of_candidates = {id(tensor) for tensor in candidates}
-    others = [t for t in tensors(values) if id(t) not in ids_of_candidates and t.dim() > 0]
-    if not others:
-        return False
-
+    other_tensors = _tensors_beside(candidates, values)
     ids_of_targets = _ids_of_targets(values, candidates)
-    for tensor in others:
+
+    # If the candidates are batches, then so is a tensor with as many rows, such as the labels.
+    # A target of one image, such as its boxes, has this number of rows only by chance.
+    for tensor in other_tensors:
+        has_as_many_rows = len(tensor) == len(candidates[0])
         is_target_of_one_image = id(tensor) in ids_of_targets
-        has_rows_of_batch = len(tensor) == len(candidates[0])
-        if has_rows_of_batch and not is_target_of_one_image:
+        if has_as_many_rows and not is_target_of_one_image:
             return False
-    return True
+
+    return bool(other_tensors)
+
+
+def _tensors_beside(candidates: Sequence[Tensor], nest: object) -> list[Tensor]:
+    """Returns the tensors in a nest that have rows and are none of the candidates."""
+    ids_of_candidates = {id(tensor) for tensor in candidates}
+    return [t for t in tensors(nest) if id(t) not in ids_of_candidates and t.dim() > 0]
 
 
 def _ids_of_targets(values: object, candidates: Sequence[Tensor]) -> set[int]:
@@ -203,9 +217,6 @@ def _ids_of_targets(values: object, candidates: Sequence[Tensor]) -> set[int]:
         ([a, b], [{"boxes": c}, {"boxes": d}])
         [{"image": a, "boxes": c}, {"image": b, "boxes": d}]
 
-    If all tensors of the second list have 3 rows, it has no targets: then a and b may be batches of
-    3 samples, and c and d their labels.
-
     Args:
         values: nest of lists, tuples and dictionaries.
         candidates: the tensors that the nest begins with, which may be images.
@@ -214,11 +225,13 @@ def _ids_of_targets(values: object, candidates: Sequence[Tensor]) -> set[int]:
     num_rows = len(candidates[0])
     ids_of_targets: set[int] = set()
     for dictionaries in _lists_of_dictionaries(values, len(candidates)):
-        tensors_of_list = tensors(dictionaries)
-        targets = [t for t in tensors_of_list if id(t) not in ids_of_candidates and t.dim() > 0]
-        holds_candidates = any(id(t) in ids_of_candidates for t in tensors_of_list)
-        may_be_batches = holds_candidates and all(len(t) == num_rows for t in targets)
-        if not may_be_batches:
+        targets = _tensors_beside(candidates, dictionaries)
+
+        # In the second form, if all tensors have 3 rows, a and b may also be batches of 3 samples,
+        # and c and d their labels. Then these are not taken for targets of one image.
+        holds_candidates = any(id(t) in ids_of_candidates for t in tensors(dictionaries))
+        may_be_labels = holds_candidates and all(len(t) == num_rows for t in targets)
+        if not may_be_labels:
             ids_of_targets |= {id(t) for t in targets}
 
     return ids_of_targets
@@ -248,23 +261,25 @@ def _entries(nest: object) -> list[object]:
 
 
 def _may_be_images(candidates: Sequence[Tensor]) -> bool:
-    """True if each tensor may be an image of shape (channels, height, width).
+    """True if each tensor may be an image, all with the same channels, dtype and device."""
+    if not all(_may_be_image(tensor) for tensor in candidates):
+        return False
+    kinds_of_images = set()
+    for image in candidates:
+        num_channels = image.shape[0]
+        kinds_of_images.add((num_channels, image.dtype, image.device))
+    return len(kinds_of_images) == 1
 
-    It is grey or coloured, and higher and wider than its number of channels. All images have the
-    same number of channels.
+
+def _may_be_image(tensor: Tensor) -> bool:
+    """True if a tensor may be an image of shape (channels, height, width).
+
+    It is grey or coloured, and higher and wider than its number of channels.
     """
-    first = candidates[0]
-    for tensor in candidates:
-        if tensor.layout != torch.strided or tensor.dim() != 3:
-            return False
-        channels, height, width = tensor.shape
-        if channels not in NUMBERS_OF_CHANNELS or min(height, width) <= channels:
-            return False
-        is_like_first = (tensor.dtype, tensor.device) == (first.dtype, first.device)
-        if not is_like_first or channels != len(first):
-            return False
-
-    return True
+    if tensor.layout != torch.strided or tensor.dim() != 3:
+        return False
+    channels, height, width = tensor.shape
+    return channels in NUMBERS_OF_CHANNELS and min(height, width) > channels
 
 
 def _stack_images(images: Sequence[Tensor]) -> Tensor:
@@ -307,12 +322,12 @@ def _tensors_of_single_samples(
     Args:
         nest: nest of lists, tuples and dictionaries.
         num_samples: number of samples.
-        is_whole_batch: whether the nest is the whole batch. A batch `[images]` has one entry, but
-            that does not mean that it has one sample.
+        is_whole_batch: whether the nest is the whole batch, and not an entry of it.
     """
     entries = _entries(nest)
-    has_only_one_kind_of_value = is_whole_batch and len(entries) == 1
-    if isinstance(nest, list | tuple) and not has_only_one_kind_of_value:
+    # The only entry of a batch `[images]` holds all samples, even if it is a batch of one sample.
+    is_batch_of_one_field = is_whole_batch and len(entries) == 1
+    if isinstance(nest, list | tuple) and not is_batch_of_one_field:
         if _has_entry_for_each_sample(entries, num_samples):
             return tensors(nest)
 
@@ -341,9 +356,9 @@ def _has_entry_for_each_sample(entries: Sequence[object], num_samples: int) -> b
     if len(tensors_of_list) < len(entries):  # some entry is a number, for example
         return False
 
-    # In `[images, labels]`, every tensor has a row for each sample.
     with_row_per_sample = tensors_with_row_per_sample(tensors_of_list, num_samples)
-    return len(with_row_per_sample) < len(tensors_of_list)
+    all_have_row_per_sample = len(with_row_per_sample) == len(tensors_of_list)
+    return not all_have_row_per_sample  # unlike in `[images, labels]`
 
 
 def tensors_with_row_per_sample(values: Sequence[Tensor], num_samples: int) -> list[Tensor]:

@@ -47,12 +47,12 @@ class WriteLog:
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
-        # `tensor.data = other` has called `SET_DATA`. The tensor's values are at the address of
-        # `other` now, which is watched too. (The name is compared first, as that is faster.)
-        sets_data = name == "__set__" and func == SET_DATA
+        # `tensor.data = other` calls `SET_DATA(tensor, other)`. The tensor's values are at the
+        # address of `other` now, which is watched too.
+        sets_data = name == "__set__" and func == SET_DATA  # the name first, as that is faster
         if sets_data:
-            new_address = storage_address(args[0])
-            self.watched_addresses = self.watched_addresses | {new_address}
+            tensor = args[0]
+            self.watched_addresses |= {storage_address(tensor)}
 
         # A method such as `add_` writes to its first argument, and a call with `out=` to the
         # tensors given there.

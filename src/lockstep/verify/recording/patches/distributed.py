@@ -87,7 +87,7 @@ def _watch_torch_collective(recorder: Recorder, name: str) -> None:
         """Records the result of an all-reduce, unless it is still running in the background.
 
         Unlike `before_collective`, this includes calls of Lockstep itself, whose optimizers may
-        reduce gradients during their steps. `record_reduced` ignores all other calls.
+        reduce gradients during their steps. `record_reduced` ignores any other tensor.
         """
         if name == "all_reduce" and not kwargs.get("async_op"):
             tensor = args[0] if args else kwargs.get("tensor")
@@ -179,8 +179,8 @@ def _record_world_collective(
 
     result = call_original()
 
-    # Marks on a tensor tell what it was computed from. With several ranks, `end_collective` removes
-    # those that the result has from `value`: it combines the samples of all ranks.
+    # Marks on a tensor tell from which samples it was computed. With several ranks, the result
+    # combines the samples of all ranks, so `end_collective` removes the marks of `value` from it.
     if world.size > 1:
         recorder.calls.end_collective(calls, result, loses_gradient=loses_gradient)
 
@@ -194,7 +194,8 @@ def watch_ddp(recorder: Recorder, determinism: Determinism) -> None:
     """Patches DDP, to see which modules it wraps and whether it gets a communication hook."""
 
     def before_init(_: Any, module: Any, *_args: Any, **_kwargs: Any) -> None:
-        # DDP keeps references to the parameters, so they are converted to float64 before.
+        # Switches off dropout, and converts the module if the run computes in float64. DDP keeps
+        # references to the parameters, so this must be done before.
         determinism.prepare_module(module)
 
     def after_init(wrapper: DistributedDataParallel, *_args: Any, **_kwargs: Any) -> None:
@@ -218,25 +219,23 @@ def watch_ddp(recorder: Recorder, determinism: Determinism) -> None:
 def forbid_own_ranks(note_own_process: Callable[[str], None], nproc: int) -> None:
     """Patches the start of processes: it becomes an error if a script starts ranks of its own.
 
-    They would not be recorded. Three things are forbidden:
-
-    - `torch.multiprocessing.spawn` and `start_processes`, which always start ranks;
-    - a process group with more than `nproc` ranks in this process. A script that starts 4 processes
-      itself may open a group of 5, of which this process is the first;
-    - such a group in a process that the script starts. Other processes are allowed, such as helpers
-      that prepare data.
+    They would not be recorded. Other processes of the script are allowed, such as helpers that
+    prepare data.
 
     Args:
         note_own_process: called with the line of the script that starts a process.
         nproc: number of ranks that `lockstep verify` has started.
     """
+    # `torch.multiprocessing.spawn` and `start_processes` always start ranks.
     replace_start_processes(raise_own_ranks_error)
+
+    # A script that starts 4 processes itself may open a group of 5, of which this process is one.
     forbid_larger_groups(nproc)
 
     original_start = BaseProcess.start
 
     def start(process: BaseProcess) -> None:
-        """Replaces `Process.start`."""
+        """Replaces `Process.start`. The new process may not open a larger group either."""
         caller = sys._getframe(1)
         if is_user_file(caller.f_code.co_filename):
             note_own_process(user_line() or "")

@@ -25,7 +25,8 @@ from lockstep.verify.feed import BatchReader, BatchWriter, LoadedBatch
 from lockstep.verify.recording.draws import moved_streams, stream_digests
 from lockstep.verify.recording.function_mode import FunctionMode
 from lockstep.verify.recording.larger_batches import CannotEnlargeError, enlarge_in_place
-from lockstep.verify.recording.patches.wrapping import UNKNOWN_LINE, is_of_lockstep, wrap
+from lockstep.verify.recording.library_code import is_of_lockstep
+from lockstep.verify.recording.patches.wrapping import UNKNOWN_LINE, wrap
 from lockstep.verify.recording.progress import RunProgress
 from lockstep.verify.recording.recorder import Recorder
 
@@ -54,8 +55,7 @@ def record_sample_indices(mode: FunctionMode) -> None:
         """Clears the indices of the last pass, because persistent workers begin another one."""
         vars(iterator).pop(INDICES_ATTRIBUTE, None)
 
-    # Iterators call the first function instead of their sampler, and the second one at a reset.
-    watch_indices(draw_indices, forget_indices)
+    watch_indices(draw_indices=draw_indices, on_new_pass=forget_indices)
 
 
 def _pending_indices(iterator: Any) -> deque[Any]:

@@ -22,6 +22,7 @@ from lockstep.torch_compat import in_backward_pass, is_sharded
 from lockstep.training.optimizer import PreparedOptimizer
 from lockstep.user_code import user_line
 from lockstep.verify.recording.bit_recorder import BitRecorder
+from lockstep.verify.recording.library_code import is_of_torch_or_lockstep
 from lockstep.verify.recording.optimizers import ParameterGroup
 from lockstep.verify.recording.patches.wrapping import wrap
 from lockstep.verify.recording.recorder import Recorder
@@ -80,8 +81,8 @@ def watch_optimizers(recorder: Recorder) -> None:
         The constructor of every optimizer calls `add_param_group` for each of its groups, so the
         optimizer may be new too.
         """
-        # A script constructs its optimizer after its model. The random numbers drawn so far have
-        # initialized the model. They are forgotten, as they were not drawn for the first step.
+        # The random numbers drawn so far belong to no step: they have initialized the model, which
+        # a script constructs before its optimizer.
         recorder.state.step_draws.forget_draws_so_far()
 
         # Replace the group, a dictionary, by one that also remembers which line of the script last
@@ -149,19 +150,15 @@ def _watch_hooks(recorder: Recorder, method_name: str, call_hook: Callable[..., 
 
     def register(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         """Replaces the method, and watches the hook if the script registers it."""
-        # Hooks that torch or Lockstep registers are not watched, even if the script has called it
-        # and is on the call stack.
-        caller = sys._getframe(1)
-        package = caller.f_globals["__name__"].partition(".")[0]
-        if package in ("torch", "lockstep"):
+        module_of_caller = sys._getframe(1).f_globals["__name__"]
+        line_of_script = user_line()  # None if only libraries are on the call stack
+
+        # The script may have called torch, which registers a hook of its own.
+        is_hook_of_script = line_of_script and not is_of_torch_or_lockstep(module_of_caller)
+        if not is_hook_of_script:
             return original_register(tensor, hook)
 
-        # Nor are those that a library registers without the script.
-        line_of_user = user_line()
-        if not line_of_user:
-            return original_register(tensor, hook)
-
-        watched_hook = partial(call_hook, recorder, line_of_user, tensor, hook)
+        watched_hook = partial(call_hook, recorder, line_of_script, tensor, hook)
         return original_register(tensor, watched_hook)
 
     setattr(Tensor, method_name, register)

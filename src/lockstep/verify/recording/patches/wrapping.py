@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from lockstep.verify.recording.library_code import is_of_lockstep
+
 UNKNOWN_LINE = "somewhere"
 """Shown instead of a line of the script if no file of the user is on the call stack."""
 
@@ -49,8 +51,3 @@ def lockstep_called_patched_function() -> bool:
     # Frame 0 is this function, 1 is `before` or `after`, 2 is `wrapped`, and 3 is its caller.
     caller = sys._getframe(3)
     return is_of_lockstep(caller.f_globals["__name__"])
-
-
-def is_of_lockstep(module_name: str) -> bool:
-    """True for a module of Lockstep."""
-    return module_name.startswith("lockstep.")
