@@ -156,10 +156,6 @@ def _with_next_parameters(update: Update, update_with_forward: Update | None) ->
     For example, each update is a forward pass and a step, after which the script averages the
     parameters. Then update 1 gets the averages, with which the forward pass of update 2 begins.
 
-    If two optimizers step one after the other, and only then the script averages, the second update
-    begins with parameters that are not averaged yet. No forward pass uses them, so they are removed
-    as well.
-
     Args:
         update: the update, whose `parameters` are the values right after its optimizer step.
         update_with_forward: the next update that begins with a forward pass, or None if there is
@@ -177,12 +173,20 @@ def _with_next_parameters(update: Update, update_with_forward: Update | None) ->
                 gradients={},
                 unclipped={},  # the gradients before they were clipped
                 parameters=next_parameters,
-                # The parameters before the step are only compared if a forward pass used them.
-                parameter_sums=record.parameter_sums if record.began_with_forward else {},
+                parameter_sums=_sums_at_forward_pass(record),
             )
         )
 
     return Update(records)
+
+
+def _sums_at_forward_pass(record: RankUpdate) -> Mapping[str, Array]:
+    """Returns the sums over the parameters with which an update began; empty without forward pass.
+
+    If two optimizers step one after the other, and only then the script averages the parameters,
+    the second update begins with parameters that are not averaged yet. No forward pass uses them.
+    """
+    return record.parameter_sums if record.began_with_forward else {}
 
 
 def _parameters_at_next_forward(record: RankUpdate, next_record: RankUpdate) -> dict[str, Array]:
@@ -261,15 +265,12 @@ def _accept_gradients_averaged_in_steps(
     Returns:
         Both runs without these gradients and parameters. None if there is nothing to accept.
     """
-    # Three things must be true. First, the steps begin differently on the ranks.
     if not _steps_begin_differently_on_ranks(parallel_run):
         return None
 
-    # Second, this makes a difference to one process.
     if not _steps_differ_from_one_process(reference_run, parallel_run, tolerance):
         return None
 
-    # Third, the steps end with the parameters of one process.
     steps_end_as_on_one_process = updates_leave_same_parameters(
         reference_run, parallel_run, reference_final_sums, parallel_final_sums, tolerance
     )
@@ -370,11 +371,8 @@ def updates_leave_same_parameters(
     for sums_of_replicas in _sums_after_updates(reference_run, reference_final_sums):
         expected_sums.append(_sums_of_first_replica(sums_of_replicas))
 
-    trained_models: set[str] = set()
-    for update in (*reference_run, *parallel_run):
-        trained_models |= models_of(update.merged("gradients"))
-
     sums_of_ranks = _sums_after_updates(parallel_run, parallel_final_sums)
+    trained_models = _models_with_gradients([*reference_run, *parallel_run])
     if not _ranks_agree_after_updates(expected_sums, sums_of_ranks, trained_models, tolerance):
         return False
 
@@ -385,6 +383,14 @@ def updates_leave_same_parameters(
     first_update_of_one_process = reference_run[0][0]
     sums_before_training = first_update_of_one_process.parameter_sums
     return _parameters_change(sums_before_training, expected_sums)
+
+
+def _models_with_gradients(updates: Sequence[Update]) -> set[str]:
+    """Returns the names of the models that have gradients in some update."""
+    models: set[str] = set()
+    for update in updates:
+        models |= models_of(update.merged("gradients"))
+    return models
 
 
 def _sums_of_first_replica(sums_of_replicas: SumsOfRanks) -> Mapping[str, Array]:
@@ -404,10 +410,8 @@ def _ranks_agree_after_updates(
 ) -> bool:
     """True if the models of every rank have the parameters of one process after every update.
 
-    The sums over parameters are compared. Two kinds are left out: sums over tensors that belong to
-    no model, but only to an optimizer, and over models that nobody trains and that the rank or one
-    process does not know. For example, only rank 0 may call a teacher. False if nothing could be
-    compared at all, since this proves nothing.
+    The sums over parameters are compared. False if nothing could be compared at all, since this
+    proves nothing.
 
     Args:
         expected_sums: for each update, sums over the parameters of one process.
@@ -417,21 +421,40 @@ def _ranks_agree_after_updates(
     """
     num_compared = 0
     for sums_of_one_process, sums_of_ranks in zip(expected_sums, actual_sums, strict=True):
-        models_of_one_process = models_of(sums_of_one_process)
         for sums_of_rank in sums_of_ranks:
-            models_of_rank = models_of(sums_of_rank)
             # Nothing is recorded on a rank that has run out of batches (torch's `Join`).
-            if not models_of_rank:
+            if not models_of(sums_of_rank):
                 continue
 
-            compared_models = (models_of_one_process & models_of_rank) | trained_models
-            expected = _only_arrays_of(compared_models, sums_of_one_process)
-            actual = _only_arrays_of(compared_models, sums_of_rank)
-            if not _are_equal(expected, actual, tolerance):
+            if not _models_agree(sums_of_one_process, sums_of_rank, trained_models, tolerance):
                 return False
             num_compared += 1
 
     return num_compared > 0
+
+
+def _models_agree(
+    expected_sums: Mapping[str, Array],
+    actual_sums: Mapping[str, Array],
+    trained_models: set[str],
+    tolerance: Tolerance,
+) -> bool:
+    """True if the models of a rank have the parameters of one process.
+
+    Compared are all trained models, and other models that both have: only rank 0 may call a
+    teacher, for example. Tensors that belong only to an optimizer are in no model.
+
+    Args:
+        expected_sums: sums over the parameters of one process.
+        actual_sums: sums over the parameters of the rank.
+        trained_models: names of the models that had gradients in some update.
+        tolerance: tolerance within which values are equal.
+    """
+    models_of_both = models_of(expected_sums) & models_of(actual_sums)
+    compared_models = trained_models | models_of_both
+    expected = _only_arrays_of(compared_models, expected_sums)
+    actual = _only_arrays_of(compared_models, actual_sums)
+    return _are_equal(expected, actual, tolerance)
 
 
 def _sums_after_updates(run: Sequence[Update], final_sums: SumsOfRanks) -> list[SumsOfRanks]:
@@ -455,7 +478,8 @@ def _optimizer_states_agree(expected: Update, actual: Update, tolerance: Toleran
     """
     state_on_one_process = expected[0].optimizer_state
     for name, expected_state in state_on_one_process.items():
-        # The arrays of all ranks that have this tensor, or a slice of it.
+        # The arrays of all ranks that have this tensor, or a slice of it. Of a rank with the whole
+        # tensor, the sum is compared too; of slices, only the largest value.
         states_of_ranks = []
         for record in actual:
             if name in record.optimizer_state:
@@ -554,13 +578,11 @@ def _parameters_change(
 def _without_values_of_step(update: Update) -> Update:
     """Returns an update without gradients, and without the parameters right after the step.
 
-    Parameters that belong to no model but only to an optimizer are removed from all other fields
-    too, since the optimizer may use them as buffers during its step.
+    The parameters before the step stay, without those that belong only to an optimizer: it may use
+    them as buffers during its step.
     """
     records = []
     for record in update:
-        initial_of_models = _only_arrays_of_models(record.initial)  # before the first step
-        sums_of_models = _only_arrays_of_models(record.parameter_sums)  # before this step
         records.append(
             replace(
                 record,
@@ -568,8 +590,8 @@ def _without_values_of_step(update: Update) -> Update:
                 unclipped={},  # the gradients before they were clipped
                 reduced_in_step={},  # the gradients after collectives inside of the step
                 parameters={},  # the parameters after the step
-                initial=initial_of_models,
-                parameter_sums=sums_of_models,
+                initial=_only_arrays_of_models(record.initial),
+                parameter_sums=_only_arrays_of_models(record.parameter_sums),
             )
         )
 

@@ -265,8 +265,7 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
     """Compares the hashes of one kind in one update.
 
     Values of virtual ranks, such as a gradient of virtual rank 3, are spread over the ranks: each
-    of them must be on some rank. All other values must be on every rank, see
-    `_wrong_names_of_rank`.
+    of them must be on some rank. All other values must be on every rank.
 
     For example, virtual ranks 0 and 1 are on rank 0, and 2 and 3 on rank 1. If the loss of virtual
     rank 3 has different bits, rank 1 is reported. If no rank has this loss, all ranks are reported.
@@ -283,6 +282,7 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
     expected_hashes = reference_record.bits.get(kind, {})
     hashes_of_ranks = [record.bits.get(kind, {}) for record in actual]
 
+    # A value of a virtual rank that is missing altogether is no fault of a certain rank.
     names_on_some_rank = set().union(*hashes_of_ranks)
     missing_on_all_ranks = expected_hashes.keys() - names_on_some_rank
 
@@ -300,11 +300,9 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
     all_names = [*expected_hashes, *sorted(names_on_some_rank - expected_hashes.keys())]
     ordered_names = [name for name in all_names if name in names_that_differ]
 
-    ranks = list(wrong_names_by_rank)
-    if not ranks:
-        # Values of virtual ranks are missing. Each of the ranks could have had them.
-        ranks = list(range(len(actual)))
-
+    # Without a certain rank, all are named.
+    all_ranks = list(range(len(actual)))
+    ranks = list(wrong_names_by_rank) or all_ranks
     return BitDifference(kind, ordered_names, len(all_names), ranks)
 
 

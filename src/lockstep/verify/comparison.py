@@ -103,10 +103,10 @@ class Comparison:
 
         for way in plan.ways:
             bit_verdict = self._bit_verdict(way)
-            if bit_verdict is not None:
-                yield from self._results_after_bits(bit_verdict, way)
-            else:  # bits are not compared
+            if bit_verdict is None:  # bits are not compared
                 yield self._result_within_tolerance(way)
+            else:
+                yield from self._results_with_bits(bit_verdict, way)
 
     def _bit_verdict(self, way: RunConfig) -> BitVerdict | None:
         """Compares one way by bits; None if that is not possible, or not wanted.
@@ -219,7 +219,7 @@ class Comparison:
             return _BitComparison(verdict=None, reason_without_verdict=reason)
         return _BitComparison(verdict, reason_without_verdict="")
 
-    def _results_after_bits(self, verdict: BitVerdict, way: RunConfig) -> Iterator[Result]:
+    def _results_with_bits(self, verdict: BitVerdict, way: RunConfig) -> Iterator[Result]:
         """Yields the result of a comparison by bits, followed by a comparison within the tolerance.
 
         The second one is left out if it could not say more: if all bits are equal, and the script
@@ -230,7 +230,7 @@ class Comparison:
             verdict: verdict of the comparison by bits.
             way: configuration of the run.
         """
-        # Empty, unless an optimizer of the script takes steps from mere rounding.
+        # An optimizer may step from mere rounding: Adam divides a gradient of 1e-17 by itself.
         findings_on_rounding = self._find_rounding_noise(bit_reference=verdict.reference)
         bit_verdict = replace(verdict, notes=findings_on_rounding)
 
@@ -273,14 +273,13 @@ class Comparison:
         if not may_have_noise(bit_reference.updates):
             return []
 
-        # This run is made now, if it was not made before. If the user chose another precision than
-        # float64, noise does not shrink in it, and nothing is found.
-        try:
-            float64_reference = self._tolerance_reference()
-        except UsageError:  # the script cannot run in float64
+        if self._reason_without_tolerance_reference():  # the script cannot run in float64
             return []
 
-        return find_rounding_noise(bit_reference.updates, float64_reference.updates)
+        # If the user chose another precision than float64, noise does not shrink in it, and nothing
+        # is found.
+        tolerance_reference = self._tolerance_reference()
+        return find_rounding_noise(bit_reference.updates, tolerance_reference.updates)
 
     # Within a tolerance
 

@@ -254,11 +254,10 @@ def _differences(expected: Update, actual: Update, tolerance: Tolerance) -> Iter
 def _differences_before_step(
     expected: Update, actual: Update, tolerance: Tolerance
 ) -> Iterator[Difference]:
-    """Yields a difference of the kind "kept" if parameters differ before the step.
+    """Yields a difference if the script has changed parameters since the last step.
 
-    They were not kept as the last step has left them: the script changed them between two steps.
-    Parameters are compared by their sums, which a rank has only for parameters that it holds as a
-    whole.
+    Its kind is "kept", as the parameters were not kept as they were. They are compared by their
+    sums, which a rank has only for parameters that it holds as a whole.
     """
     expected_sums = expected.merged("parameter_sums")
     actual_sums = actual.merged("parameter_sums")
@@ -276,29 +275,19 @@ def _differences_before_step(
 def _compare_samples(expected: Update, actual: Update) -> Difference | None:
     """Compares which samples an update was trained on, and their contents.
 
-    Indices and contents may be the same, differ, or not be known:
-
-    - The contents are the same: no difference, whatever the indices.
-    - The indices are the same: "contents" if some sample has other contents.
-    - Neither is known: no difference.
-    - Anything else: "samples".
-
     Returns:
         A difference of the kind "samples" or "contents"; None if there is none.
     """
     # Each is True, False, or None if it is not known.
     same_indices, same_contents = same_samples(expected, actual)
-
-    if same_contents is True:
+    nothing_is_known = same_indices is None and same_contents is None
+    if same_contents or nothing_is_known:
         return None
 
     # These are the same samples of the dataset. Some may have been augmented differently.
-    if same_indices is True:
+    if same_indices:
         some_contents_differ = bool(indices_with_other_contents(expected, actual))
         return Difference("contents") if some_contents_differ else None
-
-    if same_indices is None and same_contents is None:
-        return None
 
     return Difference("samples", num_compared=expected.samples)
 
@@ -316,9 +305,8 @@ def tensor_differences(
     actual_names = actual.merged(field_name).keys()  # the names on all ranks
     largest_expected_value = largest_of_all(expected_arrays)  # the tolerance depends on it
 
-    # An array that only one of the runs has counts as different.
-    names_that_differ = expected_arrays.keys() ^ actual_names
-
+    only_in_one_run = expected_arrays.keys() ^ actual_names
+    names_that_differ = set(only_in_one_run)
     for record in actual:
         for name, array in getattr(record, field_name).items():
             if name not in expected_arrays:

@@ -236,7 +236,9 @@ def _join(parts: Sequence[Any], num_images: Sequence[int], *, is_whole_batch: bo
     if isinstance(first, list | tuple):
         if _have_entry_for_each_image(parts, num_images, is_whole_batch=is_whole_batch):
             return _concatenate(parts)
-        return _join_sequences(parts, num_images)
+        if _entries_are_fields(first, batches_begin_with_images=bool(num_images)):
+            return _join_fields(parts, num_images)
+        return _concatenate(parts)  # such as a list of strings
 
     # Numbers and strings belong to the batch as a whole, so they should be the same on all ranks.
     return first
@@ -268,32 +270,40 @@ def _have_entry_for_each_image(
     return not entries_are_fields
 
 
-def _join_sequences(parts: Sequence[Any], num_images: Sequence[int]) -> Any:
-    """Joins lists or tuples of several ranks.
+def _entries_are_fields(
+    sequence: list[Any] | tuple[Any, ...], *, batches_begin_with_images: bool
+) -> bool:
+    """True if the entries of a list or tuple are different values, each with all samples.
 
-    These are joined field by field: named tuples, tuples or lists with tensors such as
-    `[inputs, labels]`, and with lists for single images such as `([image, image], [boxes, boxes])`.
-    Others, such as a list of strings, have one value for each sample and are concatenated.
+    Otherwise, there is one entry for each sample, as in a list of strings.
+    """
+    if _is_named_tuple(sequence):
+        return True
+    if any(isinstance(entry, Tensor) for entry in sequence):  # such as [inputs, labels]
+        return True
+    # Such as ([image, image], [boxes, boxes]).
+    return batches_begin_with_images and bool(tensors(sequence))
+
+
+def _join_fields(parts: Sequence[Any], num_images: Sequence[int]) -> Any:
+    """Joins lists or tuples of several ranks field by field.
 
     Args:
         parts: the list or tuple of each rank.
         num_images: for each rank, the number of images in its batch, or empty; see `_join`.
     """
+    joined_fields = []
+    for values_of_ranks in zip(*parts, strict=True):
+        joined_fields.append(_join(values_of_ranks, num_images))
+
     first = parts[0]
-    is_named_tuple = isinstance(first, tuple) and hasattr(first, "_replace")
-    has_tensors = any(isinstance(value, Tensor) for value in first)
-    batches_begin_with_images = bool(num_images)
-    has_lists_for_images = batches_begin_with_images and bool(tensors(first))
-    if is_named_tuple or has_tensors or has_lists_for_images:
-        joined_fields = []
-        for values_of_ranks in zip(*parts, strict=True):
-            joined_fields.append(_join(values_of_ranks, num_images))
+    if _is_named_tuple(first):  # it takes its fields as separate arguments
+        return type(first)(*joined_fields)
+    return type(first)(joined_fields)
 
-        if is_named_tuple:  # it takes its fields as separate arguments
-            return type(first)(*joined_fields)
-        return type(first)(joined_fields)
 
-    return _concatenate(parts)
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_replace")
 
 
 def _concatenate(parts: Sequence[Any]) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.verify.cause import format_items, script_names
 from lockstep.verify.tolerance import Array
-from lockstep.verify.training_record import RankUpdate, Update
+from lockstep.verify.training_record import RankUpdate, ScriptCall, Update
 
 # Fields of `RankUpdate` with values of tensors, whose parts can be joined.
 _TENSOR_FIELDS = (
@@ -156,8 +156,8 @@ def _find_parts(
 
     Returns:
         How each split tensor can be joined, by name; and the names of tensors that differ between
-        the ranks by design but cannot be joined. In neither are tensors that each rank has as a
-        whole, even if the ranks' copies differ by mistake: the comparison with one process will
+        the ranks by design but cannot be joined. Tensors that each rank has as a whole are left
+        out: if the copies of the ranks differ by mistake, the comparison with one process will
         report that.
     """
     concatenations: dict[str, _Concatenation] = {}
@@ -171,9 +171,7 @@ def _find_parts(
 
         whole = whole_tensors[name]
         parts = [record.initial[name] for record in first_update]
-        are_equal = all(np.array_equal(part, parts[0]) for part in parts)
-        if are_equal and whole.shape == parts[0].shape:
-            # Every rank has the whole tensor, perhaps with different values than one process.
+        if _are_equal_copies(parts, whole.shape):
             continue
 
         concatenation = _find_concatenation(parts, whole)
@@ -183,6 +181,12 @@ def _find_parts(
             unjoinable_names.append(name)
 
     return concatenations, unjoinable_names
+
+
+def _are_equal_copies(parts: Sequence[Array], shape_of_whole: tuple[int, ...]) -> bool:
+    """True if all ranks have the same whole tensor, perhaps with other values than one process."""
+    are_equal = all(np.array_equal(part, parts[0]) for part in parts)
+    return are_equal and parts[0].shape == shape_of_whole
 
 
 def _find_concatenation(parts: Sequence[Array], whole: Array) -> _Concatenation | None:
@@ -268,32 +272,34 @@ def _differ_by_design(name: str, parallel_run: Sequence[Update]) -> bool:
 
 def _ranks_exchange_outputs(update: Update) -> bool:
     """True if the ranks exchange model outputs or activations that a loss is computed from."""
-    # The recorder has noted the line of an all-gather whose result went into a loss. (Other
-    # all-gathers are no proof, since scripts also gather losses to display them.)
+    # The recorder has noted the line of an all-gather whose result went into a loss, with or
+    # without a gradient. (Other all-gathers are no proof: scripts gather losses to display them.)
     gathers_for_loss = bool(
         update.first_on_any_rank("gather_line") or update.first_on_any_rank("detached_gather_line")
     )
     if gathers_for_loss:
         return True
 
+    # After the last backward pass of the update, the ranks exchange something else than outputs,
+    # such as metrics.
     for call in update.calls:
-        # After the last backward pass of the update, the ranks exchange something else than
-        # outputs, such as metrics.
-        is_after_last_pass = call.num_passes_before >= update.num_backward_passes
-        exchanges_gradients = bool(call.gradient_of)
-        if is_after_last_pass or exchanges_gradients:
-            continue
-
-        # These calls move activations from one rank to another, as between pipeline stages.
-        if call.name in _SENDING_CALLS:
-            return True
-
-        # The `forward` of a `torch.autograd.Function` makes the call. Its `backward` sends
-        # gradients back, so the exchanged tensors are part of the computation of the loss.
-        if call.in_autograd_function:
+        is_before_last_pass = call.num_passes_before < update.num_backward_passes
+        if is_before_last_pass and _exchanges_activations(call):
             return True
 
     return False
+
+
+def _exchanges_activations(call: ScriptCall) -> bool:
+    """True if a collective exchanges activations, from which the loss is computed, in some way."""
+    exchanges_gradients = bool(call.gradient_of)
+    if exchanges_gradients:
+        return False
+
+    # These calls move activations from one rank to another, as between pipeline stages. And if the
+    # `forward` of a `torch.autograd.Function` makes a call, then its `backward` sends gradients
+    # back, so the exchanged tensors are part of the computation of the loss.
+    return call.name in _SENDING_CALLS or call.in_autograd_function
 
 
 def _with_joined_tensors(
@@ -327,8 +333,8 @@ def _without_values_lost_by_joining(
     """Returns an update of the reference run without values that the parallel run has lost.
 
     For example, "Net/weight" was joined and "Net/bias" could not be. The parallel run then has no
-    values of "Net/bias". It also has no sums over either tensor, as sums over parts cannot be
-    joined:
+    values of "Net/bias". It also has no sums over either tensor, as the sums over "Net/weight"
+    cannot be computed from those over its parts:
 
         gradients={"Net/weight": w, "Net/bias": b}       ->  gradients={"Net/weight": w}
         parameter_sums={"Net/weight": s, "Net/bias": t}  ->  parameter_sums={}
@@ -339,8 +345,8 @@ def _without_values_lost_by_joining(
         joined_names: names of tensors that were joined in the parallel run.
         removed_names: names of tensors that could not be joined.
     """
-    # The tensors that stay, by field and name: those that were joined. All replicas get those of
-    # the first one, as all ranks of the parallel run have the same joined tensors.
+    # The joined tensors, by field and name. All replicas get those of the first one, as all ranks
+    # of the parallel run have the same joined tensors.
     kept_tensors: dict[str, dict[str, Array]] = {}
     for field_name in _TENSOR_FIELDS:
         kept_tensors[field_name] = {}
@@ -349,7 +355,7 @@ def _without_values_lost_by_joining(
             if all(name in arrays for arrays in arrays_of_replicas):
                 kept_tensors[field_name][name] = arrays_of_replicas[0][name]
 
-    # The values of all these tensors are removed, and the kept ones are put back.
+    # Values of split tensors are removed from each field, except for those in `kept_tensors`.
     split_names = {*joined_names, *removed_names}
     return Update(_replace_split_tensors(record, split_names, kept_tensors) for record in update)
 

@@ -98,14 +98,11 @@ def _line_up_at_shared_steps(
     # later one begins with a step of a shared optimizer.
     sections_of_ranks = [_split_into_sections(steps, shared_optimizers) for steps in ranks]
 
-    first_sections = [sections_of_rank[0] for sections_of_rank in sections_of_ranks]
+    # The n-th sections of all ranks belong together. Those beyond the last section of some rank are
+    # left out.
+    first_sections, *later_sections = zip(*sections_of_ranks, strict=False)
     updates = _updates_missed_by_some_ranks(first_sections)
-
-    # Sections beyond those of the rank with the fewest shared steps are left out.
-    num_sections = min(len(sections_of_rank) for sections_of_rank in sections_of_ranks)
-    for number in range(1, num_sections):
-        sections = [sections_of_rank[number] for sections_of_rank in sections_of_ranks]
-
+    for sections in later_sections:
         # Each section begins with a step that all ranks have made together.
         shared_steps = [section[0] for section in sections]
         _append_shared_update(updates, _join_steps(shared_steps))
@@ -179,19 +176,17 @@ def _with_shared_numbers(ranks: Sequence[list[Step]]) -> list[list[Step]]:
     """Returns the steps of all ranks, in which the same optimizer has the same number on each rank.
 
     Each rank has numbered its optimizers in the order of their first steps, so the numbers differ
-    between ranks that step with different optimizers.
+    between ranks that step with different optimizers. For example, rank 0 steps with Adam (0) and
+    SGD (1), and rank 1 only with SGD (0), which gets the number 1.
     """
-    # The first record of every optimizer so far, by its shared number.
+    # The first record of every optimizer of the ranks so far, by its shared number.
     known_optimizers: dict[int, RankUpdate] = {}
     renumbered_ranks = []
     for steps in ranks:
-        first_updates = _first_updates(steps)
-        shared_numbers = _match_optimizers(first_updates, known_optimizers)
-        renumbered_ranks.append([_renumbered(step, shared_numbers) for step in steps])
-
-        # Optimizers of the next ranks may be the same as new ones of this rank.
-        for own_number, shared_number in shared_numbers.items():
-            known_optimizers.setdefault(shared_number, first_updates[own_number])
+        shared_numbers = _match_optimizers(_first_updates(steps), known_optimizers)
+        renumbered_steps = [_renumbered(step, shared_numbers) for step in steps]
+        renumbered_ranks.append(renumbered_steps)
+        known_optimizers = _first_updates(renumbered_steps) | known_optimizers
 
     return renumbered_ranks
 
@@ -219,9 +214,9 @@ def _match_optimizers(
     For example, rank 0 has numbered its optimizers 0 (Adam for "Net") and 1 (SGD for "Probe"). The
     result for rank 1 depends on its only optimizer, which it has numbered 0:
 
-        SGD for "Probe"   ->  {0: 1}, as both have the parameters of "Probe"
-        Adam for "Head"   ->  {0: 0}, as optimizer 0 of rank 0 is an Adam too
-        SGD for "Head"    ->  {0: 2}, a new number
+        SGD for "Probe"   ->  {0: 1}, as optimizer 1 has the same parameters
+        Adam for "Head"   ->  {0: 0}, as optimizer 0 has other parameters, but is an Adam too
+        SGD for "Head"    ->  {0: 2}, as no optimizer has its parameters, and optimizer 0 is no SGD
 
     Args:
         first_updates: first record of each optimizer of the rank, by the rank's own number.
@@ -361,7 +356,7 @@ def _split_into_sections(steps: Sequence[Step], shared_optimizers: set[int]) -> 
     return sections
 
 
-def _updates_missed_by_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
+def _updates_missed_by_some_ranks(ranks: Sequence[Sequence[Step]]) -> list[Update]:
     """Returns updates that only some ranks have made, and that the others have missed.
 
     For example, rank 0 has made step 3 of optimizer 1, and rank 1 has made no step. The result is
@@ -370,17 +365,17 @@ def _updates_missed_by_some_ranks(ranks: Sequence[list[Step]]) -> list[Update]:
     Args:
         ranks: steps of each rank between two updates that all ranks have made.
     """
-    # Steps with the same key are one update, no matter which ranks have made them.
-    steps_by_key: dict[StepKey, dict[int, Step]] = defaultdict(dict)  # then by rank
+    # The steps of one update, by rank, no matter which ranks have made it.
+    update_by_key: dict[StepKey, dict[int, Step]] = defaultdict(dict)
     for rank, steps in enumerate(ranks):
         for step in steps:
-            steps_by_key[_step_key(step[0])][rank] = step
+            key = _step_key(step[0])  # all records of a step have the same key
+            update_by_key[key][rank] = step
 
     updates = []
-    for step_of_rank in steps_by_key.values():
-        # The records of a step, one for each replica, all name the same step.
-        some_made_step = next(iter(step_of_rank.values()))
-        missed_step = [missed_by(some_made_step[0])]
+    for step_of_rank in update_by_key.values():
+        step_of_some_rank = next(iter(step_of_rank.values()))
+        missed_step = [missed_by(step_of_some_rank[0])]
         steps_of_all_ranks = [step_of_rank.get(rank, missed_step) for rank in range(len(ranks))]
         updates.append(_join_steps(steps_of_all_ranks))
 
