@@ -32,5 +32,5 @@ def plan_of(
         data_parallel=collectives.data_parallel,
         initial_shares=options.pop("shares", (1,) * collectives.topology.size),
         initial_micro_batch_size=options.pop("micro_batch_size", None),
-        request=request(micro_batch_size=open_size),
+        autotune_request=request(micro_batch_size=open_size),
     )

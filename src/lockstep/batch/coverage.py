@@ -108,16 +108,13 @@ class _OpenPass:
         self._delivered_samples.append(samples)
 
         # The planned samples of a global batch are added once, with its last micro-batch.
-        is_last_of_global_batch = micro_batch.last
-        if not is_last_of_global_batch:
+        if not micro_batch.last:
             return
 
-        # If a global batch comes twice or is skipped, no planned samples are added from then on. So
-        # they no longer match the delivered ones, and the comparison of the ranks detects it. For
-        # example, the positions 0 and 2 come: the planned samples are those of 0, and the delivered
-        # ones those of 0 and 2.
-        is_out_of_order = position != self.next_position
-        if is_out_of_order:
+        # If a global batch comes twice or is skipped, `next_position` stays as it is, so no planned
+        # samples are added from then on. The comparison of the ranks detects that: if the positions
+        # 0 and 2 come, the samples of both were delivered, but only those of 0 count as planned.
+        if position != self.next_position:
             return
 
         self._planned_samples.append(global_batch)

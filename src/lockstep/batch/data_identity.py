@@ -142,9 +142,10 @@ def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> 
         return
 
     name = type(source.dataset).__name__
+    was_set = f"resuming a loader of {with_article(name)} of {source.length} samples"
     if difference.other_samples:
         raise CheckpointError(
-            f"resuming a loader of {with_article(name)} of {source.length} samples",
+            was_set,
             f"it is not the data of the checkpoint, although the length is the same: "
             f"{difference.found}",
             "continue with the data that the training began with; if they were split or drawn at "
@@ -154,9 +155,10 @@ def check_fingerprint(source: Source, before: Fingerprint, now: Fingerprint) -> 
 
     # Only some parts of the samples differ, for example the images but not the labels.
     warn(
-        f"resuming a loader of {with_article(name)} of {source.length} samples",
-        f"{difference.found}; other parts of them, such as the labels, are as in the checkpoint",
-        "nothing, if you changed how samples are prepared; otherwise continue with the data of "
+        was_set,
+        found=f"{difference.found}; other parts of them, such as the labels, are as in the "
+        "checkpoint",
+        do="nothing, if you changed how samples are prepared; otherwise continue with the data of "
         "the checkpoint",
     )
 
@@ -177,9 +179,9 @@ def bring_sampler_to_epoch(source: Source, seed: int, epoch: int, crc_before: in
     if source.follows_set_epoch:
         return
 
-    # The usual case: the order depends on what is seeded for each epoch, and not on earlier epochs.
-    # `plan_if_stateless` returns None for a sampler whose order depends on earlier epochs. Such a
-    # sampler, for example one that alternates between two orders, might give this order by chance.
+    # The usual case: the sampler keeps no state, and its order depends only on what is seeded for
+    # each epoch. The right order then shows that nothing is lost. (`plan_if_stateless` returns None
+    # for a sampler that may keep a state, such as a count of the epochs.)
     plan_of_epoch = source.plan_if_stateless(seed, epoch)
     if plan_of_epoch is not None and plan_of_epoch.crc_of_order == crc_before:
         return

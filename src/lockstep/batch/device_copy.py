@@ -66,14 +66,15 @@ def _copy_one_ahead(
         previous: tuple[T, _StartedCopy] | None = None
         for description, batch in pairs:
             # Start to pin and copy this batch, then let the caller use the previous one.
-            current_copy = copier.start(batch)
+            pending_copy = copier.start(batch)
             if previous is not None:
                 previous_description, previous_copy = previous
                 yield previous_description, copier.finish(previous_copy)
 
             # Wait until this batch is pinned before the next one is read, because the next one may
             # reuse its memory. The copy to the GPU has then been started, and goes on.
-            previous = description, current_copy.wait_until_pinned()
+            started_copy = pending_copy.wait_until_pinned()
+            previous = (description, started_copy)
 
         if previous is not None:
             previous_description, previous_copy = previous

@@ -96,9 +96,11 @@ def _file_name(text: str) -> str:
 def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
     """Returns the digest of an array: its dtype, its shape, and something about its numbers.
 
-    - Exact numbers, such as labels and tokens, give a checksum.
-    - A few measured numbers are kept, and compared with a tolerance.
-    - Many measured numbers give three means, which are compared with a tolerance.
+    - Exact numbers, such as labels and tokens, give a checksum. These are all numbers that are not
+      measured.
+    - A few measured numbers (of type float) are kept, and compared with a tolerance.
+    - Many measured numbers (of type float, or the bytes of an image) give three means, which are
+      compared with a tolerance.
 
     Args:
         array: the array.
@@ -112,11 +114,10 @@ def _digest_array(array: npt.NDArray[Any], max_numbers: int) -> list[Any]:
     stride = max(1, array.size // max_numbers)
     chosen = array.reshape(-1)[::stride]
 
-    # Floating-point numbers and pixels are taken for measured numbers. All others count as exact,
-    # also complex numbers, although they are floating-point.
     few_are_chosen = chosen.size <= MAX_NUMBERS_KEPT
+    is_floating_point = array.dtype.kind == "f"
     may_be_image = array.dtype == np.uint8 and not few_are_chosen
-    is_measured = array.dtype.kind == "f" or may_be_image
+    is_measured = is_floating_point or may_be_image
     if not is_measured:
         return [*dtype_and_shape, zlib.crc32(np.ascontiguousarray(chosen).tobytes())]
 

@@ -66,12 +66,12 @@ class Epochs:
         It also notes which loaders were trained on in the previous epoch. The new epoch is done
         only after each of them has been trained on again.
         """
-        # Until `begin_epoch` below, the training passes are those of the epoch that has just ended.
-        # A loader that was prepared in the middle of it is not waited for in the new one.
+        # Until `begin_epoch` is called below, `passes` tells of the epoch that has just ended. A
+        # loader that was prepared in the middle of that epoch may not be used in the new one.
         self._loaders_of_previous_epoch = []
         for loader in self._loaders:
             passes = loader.training_passes
-            if passes.saw_epoch_begin and passes.any_ended_in_epoch:
+            if passes.was_prepared_before_epoch and passes.any_ended_in_epoch:
                 self._loaders_of_previous_epoch.append(loader)
 
         self._is_running = True
@@ -89,16 +89,16 @@ class Epochs:
         """Returns True if the current epoch is done.
 
         It is done when at least one loader was trained on in this epoch, and every loader that was
-        trained on in the previous epoch was trained on again.
+        trained on in the previous epoch was trained on again. A training that uses no prepared
+        loader has done an epoch after a single optimizer step.
         """
         if not self._is_running:
             return False
         if any(loader.mid_epoch for loader in self._loaders):  # a pass has not ended yet
             return False
 
-        # If no loader was trained on so far in the whole run, the training uses no prepared loader.
-        # Then a single optimizer step is enough.
-        if not any(loader.training_passes.num_ended_in_run for loader in self._loaders):
+        uses_loaders = any(loader.training_passes.num_ended_in_run > 0 for loader in self._loaders)
+        if not uses_loaders:
             return self._step.number > self._step_at_begin
 
         trained_in_epoch = [

@@ -95,10 +95,10 @@ def compare(before: Fingerprint, now: Fingerprint) -> Difference | None:
     if match is Match.SAME:
         return None
 
-    # Equal fingerprints of Hugging Face mean that the data are the same. What was read of them then
-    # differs only because it is read in another way, for example with another transform.
-    data_are_the_same = before.hugging_face is not None and before.hugging_face == now.hugging_face
-    are_other_samples = match is Match.OTHER and not data_are_the_same
+    # A dataset of Hugging Face's that has kept its `_fingerprint` has kept its data. They are only
+    # read in another way, for example with another transform: a difference, but no other samples.
+    has_same_data = before.hugging_face is not None and before.hugging_face == now.hugging_face
+    are_other_samples = match is Match.OTHER and not has_same_data
     found = _describe_differing(compared, samples_before, samples_now)
     return Difference(found, other_samples=are_other_samples)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, islice, tee
 from typing import Any
@@ -296,7 +296,7 @@ class Loader:
         if self.micro_batches > 1:
             how += f", in {self.micro_batches} micro-batches"
         # The request is open until autotuning has measured what this loader asked for.
-        waits_for_autotuning = self._plan.request.is_open
+        waits_for_autotuning = self._plan.autotune_request.is_open
         if waits_for_autotuning:
             how += "; the first global batch that is trained on decides how they are divided"
         if self.source.sharding is not None and num_ranks > 1:
@@ -449,9 +449,9 @@ class Loader:
 
         - within the epoch: (3, 17);
         - after it: (4, 0);
-        - after it, while the script trains on another loader in the same epoch: (3, 100).
+        - after it, while the script trains on another loader in the same epoch: (3, 100);
+        - after (3, 17) was resumed, until a training pass begins: (3, 17).
         """
-        training_pass = self._training_pass
         latest_epoch = self._next_epoch - 1
 
         # A script trains on loader A and then on B in each epoch, and is saved during B. When it
@@ -459,22 +459,26 @@ class Loader:
         if self._is_done_but_epoch_goes_on():
             return latest_epoch, self._num_steps_of_last_epoch()
 
-        # Between two epochs, the position is the beginning of the next one, or what was resumed.
+        # Between two epochs. `start` is 0, unless the position (3, 17) was resumed.
+        training_pass = self._training_pass
         if training_pass is None or not self._is_training:
             return self._next_epoch, self.start
 
-        # Within an epoch, the position is the current global batch, or the next one if the
-        # optimizer has stepped for the current one.
-        if self._step.has_stepped_for(training_pass):
-            return latest_epoch, self._position + 1
-        return latest_epoch, self._position
+        # Within an epoch.
+        is_done_with_global_batch = self._step.has_stepped_for(training_pass)
+        next_position = self._position + 1 if is_done_with_global_batch else self._position
+        return latest_epoch, next_position
 
     def _is_done_but_epoch_goes_on(self) -> bool:
         """Returns True if the epoch is done for this loader, and goes on with another loader.
 
         That is only known for the epochs of `World.epochs`.
         """
-        if not self.training_passes.saw_epoch_begin or self._is_training or self.start > 0:
+        if (
+            not self.training_passes.was_prepared_before_epoch
+            or self._is_training
+            or self.start > 0
+        ):
             return False
         is_done = self.training_passes.any_ended_in_epoch
         another_is_trained_on = self._step.in_training_loop
@@ -587,11 +591,12 @@ class Loader:
 
         # Plan the micro-batches. They come in segments: groups that are planned and read together.
         segments = self._plan.plan_training(epoch_plan, start, self._step.number)
-        on_device = self._read_segments(epoch, segments)
+        micro_batches = self._read_segments(epoch, segments)
         checks_devices = self._plan.check_devices is not None
         if checks_devices:
-            on_device = self._insert_repeats(epoch, on_device)
-        return self._run_pass(epoch, start, on_device, training=True)
+            # If two devices get different results from the same samples, all ranks repeat these.
+            micro_batches = self._insert_repeats(epoch, micro_batches)
+        return self._run_pass(epoch, start, micro_batches, training=True)
 
     def _plan_of_epoch(self, epoch: int, start: int) -> Plan:
         """Returns the global batches of an epoch, in the order in which they are trained on.
@@ -753,11 +758,11 @@ class Loader:
         # `hand_out` below, but later if an earlier batch is not finished.
         awaiting = _BatchAwaitingTraining(epoch, training_pass, planned, batch)
         on_begin = partial(self._begin_training_on, awaiting)
-        references = storage_references(batch)
-        delivery = Delivery(training_pass, planned.micro_batch, references, on_begin)
+        weak_references = storage_references(batch)
+        delivery = Delivery(training_pass, planned.micro_batch, weak_references, on_begin)
         self._step.hand_out(delivery)
 
-        # If training on the batch has not begun by now, only `references` remain, which are weak.
+        # If training on the batch begins later, it must not be kept alive until then.
         awaiting.forget_batch()
 
     def _begin_training_on(self, awaiting: _BatchAwaitingTraining, micro_batch: MicroBatch) -> None:
@@ -771,12 +776,13 @@ class Loader:
         self._set_current(micro_batch)
 
         # A batch counts as trained on once: not again on the later stages of a pipeline, which get
-        # the same batch but do not contribute to sums over ranks, nor in a repeat, which checks a
-        # device.
+        # the same batch (only the first stage contributes to sums over ranks), nor in a repeat,
+        # which checks a device.
         is_first_stage = self._collectives.contributes
         counts_as_trained = is_first_stage and not micro_batch.is_repeat
         extensions = self._step.extensions
-        if extensions.listeners["delivered"]:
+        somebody_listens = bool(extensions.listeners["delivered"])
+        if somebody_listens:
             extensions.delivered(
                 DeliveredBatch(
                     loader=self,
@@ -874,12 +880,12 @@ class Loader:
         weighing = self._weighing(epoch)
         for repeat, scale in zip(repeats, dispute.scales, strict=True):
             # Read the samples again. The collate function may make another number of rows than
-            # planned; `counted.planned` has the number that it has made.
+            # planned.
             collated_batch = self._fetch[epoch, repeat.indices]
             counted = weighing.count_rows(repeat, collated_batch)
 
             # The loss gets the factor that it had when the two ranks computed it.
-            scaled = counted.planned.with_scale(scale)
+            scaled = counted.corrected.with_scale(scale)
             yield from to_device([(scaled, counted.batch)], self._collectives.device)
 
     # Reading the data
@@ -985,9 +991,9 @@ class Loader:
             return
 
         # An evaluation takes no mean loss, so the user's `weight=` is not called.
-        row_counting = replace(self._weighing(epoch), weight=None)
+        weighing = self._weighing(epoch).without_weight_function()
         for planned, collated in read:
-            counted = row_counting.count_rows(planned, collated)
+            counted = weighing.count_rows(planned, collated)
 
             batch = collated
             if self._evaluates_together:
@@ -995,7 +1001,7 @@ class Loader:
                 # returned None. A model that needs all ranks in each forward pass gets an empty
                 # batch instead.
                 batch = counted.batch
-            yield counted.planned, batch
+            yield counted.corrected, batch
 
     def _keep_as_template(self, batch: Any, num_samples: int) -> None:
         """Keeps a sample of the first batch that is read, as the template of empty batches.

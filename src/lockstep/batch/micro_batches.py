@@ -112,7 +112,7 @@ class MicroBatchPlan:
     """The virtual ranks of the run, which share every global batch equally; None without them."""
     check_devices: int | None = None
     """After how many global batches the devices are checked; None if they are never checked."""
-    request: AutotuneRequest
+    autotune_request: AutotuneRequest
     """What autotuning has to measure in the first training pass."""
 
     def __post_init__(self) -> None:
@@ -132,16 +132,16 @@ class MicroBatchPlan:
     @property
     def shares(self) -> tuple[int, ...]:
         """How a global batch is divided over the ranks: rank r gets `shares[r] / sum(shares)`."""
-        measured_shares = self.request.result.shares
-        if self.request.wants_shares and measured_shares is not None:
+        measured_shares = self.autotune_request.result.shares
+        if self.autotune_request.wants_shares and measured_shares is not None:
             return measured_shares
         return self.initial_shares
 
     @property
     def micro_batch_size(self) -> int | None:
         """The largest number of samples that a rank processes at once; None if not limited."""
-        result = self.request.result
-        if self.request.wants_micro_batch_size and result.micro_batch_size_is_known:
+        result = self.autotune_request.result
+        if self.autotune_request.wants_micro_batch_size and result.micro_batch_size_is_known:
             return result.micro_batch_size
         return self.initial_micro_batch_size
 
@@ -177,31 +177,31 @@ class MicroBatchPlan:
         if self.sizes_vary:
             return self._num_micro_batches(count)
 
-        # Otherwise all global batches are full except the last one, which may be short. It has
-        # fewer micro-batches, of about the same size. With virtual ranks, it has smaller ones: each
-        # virtual rank's part is divided into as many as in a full global batch.
+        # Otherwise all global batches are full except the last one, which may be short. If a full
+        # one of 32 samples has 4 micro-batches of 8, a short one of 10 samples has 2 of 5, which
+        # are about as large. With virtual ranks it has as many micro-batches as a full one.
         num_of_full_batch = self._num_micro_batches(self.batch_size)
-        is_short = count < self.batch_size
-        if is_short and self.virtual_ranks is None:
-            return self._num_micro_batches_of_short(count, num_of_full_batch)
-        return num_of_full_batch
+        is_full = count >= self.batch_size
+        if is_full or self.virtual_ranks is not None:
+            return num_of_full_batch
+        return self._num_micro_batches_of_short(count, num_of_full_batch)
 
     def _num_micro_batches(self, count: int) -> int:
         """Returns how many micro-batches are needed for `count` samples.
 
         With virtual ranks, it is the number for each virtual rank's part of these samples. There
         are at least `min_micro_batches`, and so many that none is larger than `micro_batch_size`.
+
+        For example, 4 virtual ranks divide 10 samples into parts of 3, 3, 2 and 2. On 8 ranks, 2
+        ranks process each part together. With `micro_batch_size=1` they need 2 micro-batches for
+        the largest part, of 3 samples. So the result is 2.
         """
         if self.virtual_ranks is None:
             return self._num_micro_batches_of_ranks(count)
 
-        # The part of a virtual rank is divided over the ranks that process it together, usually a
-        # single one. In this example, 4 virtual ranks divide 10 samples on 8 ranks, with
-        # `micro_batch_size=1`.
-        largest_part = ceil_div(count, self.virtual_ranks.count)  # 3, of 3, 3, 2 and 2
-        num_ranks = self.virtual_ranks.ranks_per_virtual_rank(len(self.shares))  # 2
-        equal_shares = (1,) * num_ranks
-        # Two ranks need 2 micro-batches for 3 samples.
+        largest_part = ceil_div(count, self.virtual_ranks.count)
+        ranks_of_part = self.virtual_ranks.ranks_per_virtual_rank(len(self.shares))
+        equal_shares = (1,) * ranks_of_part
         needed = micro_batches_needed(largest_part, equal_shares, self.micro_batch_size)
 
         # This may be more than the virtual rank has samples, e.g. 4 micro-batches for 3 samples.
@@ -309,8 +309,9 @@ class MicroBatchPlan:
         smallest = min(plan.sizes(start), default=self.batch_size)
         self.check_every_copy_has_samples(smallest)
 
-        # The request is open until autotuning has measured all that this loader asked for.
-        while self.request.is_open and start < len(plan):
+        # The request is open until autotuning has measured all that this loader asked for. It takes
+        # one global batch or more.
+        while self.autotune_request.is_open and start < len(plan):
             yield from self.plan_autotuning(start, plan[start])
             start += 1
 
@@ -407,7 +408,8 @@ class MicroBatchPlan:
                 samples of a virtual rank, and says whether these are repeated and compared. All
                 ranks have the same number of pieces.
         """
-        # Padding is at the end of a rank's list, so without it the other pieces keep their indices.
+        # The ranks process the pieces at the same index of their lists together. Padding is at the
+        # end of a list, so the own pieces keep their indices if it is left out.
         own_pieces = self._without_unused_padding(pieces_of_ranks[self.data_parallel.rank])
         micro_batches = self._micro_batches_of_pieces(own_pieces, count)
 
@@ -415,8 +417,9 @@ class MicroBatchPlan:
         for index, micro_batch in enumerate(micro_batches):
             own_piece = own_pieces[index].piece
             samples = slice(own_piece.begin, own_piece.end)
-            pieces_at_index = [pieces[index].piece for pieces in pieces_of_ranks]
-            all_ranks_have_samples = all(piece.begin < piece.end for piece in pieces_at_index)
+            all_ranks_have_samples = all(
+                pieces[index].piece.num_samples > 0 for pieces in pieces_of_ranks
+            )
             templates.append(_MicroBatchTemplate(micro_batch, samples, all_ranks_have_samples))
         return templates
 
@@ -519,20 +522,21 @@ class MicroBatchPlan:
         num_measured = int(ends_of_parts.max())
         measured = self._plan_parts(position, batch, first_split)
 
-        # The rest is also planned before the measurement, with the present shares. Nobody trains on
-        # this plan; the loader reads it if it has to know the weight of the whole global batch.
-        provisional_rest = self._plan_rest(position, batch, num_measured)
+        # The loader may have to read the whole global batch now, to know its weight, so it gets the
+        # rest as well. Nobody trains on this rest: it is still divided with the present shares.
+        unmeasured_rest = self._plan_rest(position, batch, num_measured)
 
         # The loop processes the segment while this generator waits in `yield`, and `profile`
         # measures that. When the loop asks for the next segment, `self.shares` and
         # `self.micro_batch_size` are the measured ones.
         samples_of_this_rank = measured[0].micro_batch.local_rows
-        with self.request.recording_context(self, samples_of_this_rank):
-            yield Segment(measured, rest_of_global_batch=provisional_rest)
+        with self.autotune_request.recording_context(self, samples_of_this_rank):
+            yield Segment(measured, rest_of_global_batch=unmeasured_rest)
 
         # The rest is planned again, now with the measured shares and micro-batch size.
         if num_measured < count:
-            yield Segment(self._plan_rest(position, batch, num_measured))
+            measured_rest = self._plan_rest(position, batch, num_measured)
+            yield Segment(measured_rest)
 
     def _split_for_measurement(self, count: int) -> Indices | None:
         """Returns the micro-batch on which autotuning measures, shape `(1, ranks, 2)`.
@@ -547,8 +551,8 @@ class MicroBatchPlan:
             count: number of samples in the global batch.
         """
         # While the micro-batch size is unknown, a planned micro-batch might not fit into memory.
-        fits_in_memory = not self.request.micro_batch_size_is_open
-        takes_planned = fits_in_memory and self.request.must_keep_plan()
+        fits_in_memory = not self.autotune_request.micro_batch_size_is_open
+        takes_planned = fits_in_memory and self.autotune_request.must_keep_plan()
         planned = self.split(count) if takes_planned else None
         return first_micro_batch(count, self.shares, planned, self.micro_batch_size)
 
@@ -599,34 +603,32 @@ class MicroBatchPlan:
             planned.append(_planned(position, template, batch))
         return planned
 
-    def _templates_of_split(self, count: int, split: Indices) -> list[_MicroBatchTemplate]:
-        """Returns this rank's micro-batches of a global batch, or of consecutive samples of it.
+    def _templates_of_split(self, global_samples: int, split: Indices) -> list[_MicroBatchTemplate]:
+        """Returns this rank's micro-batches of a global batch, without virtual ranks.
 
         A template is a micro-batch of any global batch of this size: it says which positions in the
         global batch the samples have. For 8 samples on 2 ranks, in 2 micro-batches, rank 1 has the
         positions 2 to 3 in the first template and 6 to 7 in the second.
 
         Args:
-            count: number of samples in the whole global batch, which no virtual ranks divide.
-            split: where each part begins and ends, shape `(micro-batches, ranks, 2)`. It covers
-                only a part of the global batch during autotuning: for example the first 4 of 64
-                samples, or the other 60. It may have no micro-batches at all.
+            global_samples: number of samples in the whole global batch.
+            split: where each part begins and ends, shape `(micro-batches, ranks, 2)`. Usually it
+                covers the whole global batch. Autotuning divides the first 4 of 64 samples, for
+                example, and then the other 60 (or none, if there are no others).
         """
         if len(split) == 0:
             return []
         rank = self.data_parallel.rank
         sizes = split_sizes(split)  # shape (micro-batches, ranks)
 
-        # The optimizer steps after the last micro-batch of the global batch, so it must be known
-        # whether `split` has that one, and whether it has the first one.
         begin_of_split = int(split[0, 0, 0])  # first micro-batch, rank 0
         end_of_split = int(split[-1, -1, 1])  # last micro-batch, last rank
         micro_batches = _micro_batches_of_sizes(
             sizes,
             rank,
-            count,
+            global_samples,
             has_first=begin_of_split == 0,
-            has_last=end_of_split == count,
+            has_last=end_of_split == global_samples,
         )
 
         templates = []
@@ -695,7 +697,7 @@ def _planned(
 def _micro_batches_of_sizes(
     sizes: Indices,
     rank: int,
-    count: int,
+    global_samples: int,
     *,
     has_first: bool = True,
     has_last: bool = True,
@@ -706,7 +708,7 @@ def _micro_batches_of_sizes(
         sizes: number of samples in each part, shape `(micro-batches, ranks)`. These may be only
             some consecutive micro-batches of the global batch.
         rank: the rank whose micro-batches are returned.
-        count: number of samples in the whole global batch.
+        global_samples: number of samples in the whole global batch.
         has_first: True if `sizes` begins with the first micro-batch of the global batch.
         has_last: True if `sizes` ends with the last micro-batch of the global batch.
     """
@@ -716,16 +718,17 @@ def _micro_batches_of_sizes(
     # the ranks is already right, and the loss needs no factor. The field `plain` says so.
     is_whole = has_first and has_last and num_micro_batches == 1
     sizes_are_equal = bool((sizes == sizes[0, 0]).all())
-    needs_no_factor = is_whole and count > 0 and sizes_are_equal
+    is_empty = global_samples == 0  # a loss of no samples counts 0, so it needs that factor
+    needs_no_factor = is_whole and sizes_are_equal and not is_empty
 
     micro_batches = []
     for index, local_rows in enumerate(sizes[:, rank].tolist()):
-        # The loss is a mean over `local_rows` samples. Multiplied by `local_rows / count`, it is
-        # this rank's part of the mean over the global batch. DDP divides the sum over the ranks by
-        # their number, so it is multiplied by that, too.
-        scale = 1.0 if needs_no_factor else local_rows * num_ranks / max(1, count)
+        # The loss is a mean over `local_rows` samples. Multiplied by `local_rows / global_samples`,
+        # it is this rank's part of the mean over the global batch. DDP divides the sum over the
+        # ranks by their number, so it is multiplied by that, too.
+        scale = 1.0 if needs_no_factor else local_rows * num_ranks / max(1, global_samples)
         micro_batch = MicroBatch(
-            global_samples=count,
+            global_samples=global_samples,
             local_rows=local_rows,
             first=has_first and index == 0,
             last=has_last and index == num_micro_batches - 1,

@@ -107,11 +107,13 @@ def call_with_placeholder(
     placeholder = Placeholder(samples=())
     args_with_row, kwargs_with_row = placeholder.add_to((args, kwargs))
 
-    # If `values` has no rows, but `states` has some, `states` must stay as it is: the function
-    # writes the placeholder into a copy, which only shows whether it fails again.
+    # In `states[rows] = values`, where `values` has no rows but `states` has some, nothing is to be
+    # written, and `states` must stay as it is. The function writes the placeholder into a copy of
+    # `states`, which only shows whether it fails again.
     first_must_stay = writes_into_first and not has_no_rows(args[0])
     if first_must_stay:
-        args_with_row = (args[0].clone(), *args_with_row[1:])
+        copy_of_first = args[0].clone()
+        args_with_row = (copy_of_first, *args_with_row[1:])
 
     # The function may draw random numbers for the placeholder. Ranks with samples do not make this
     # call, so it must not advance the random state.
@@ -178,16 +180,15 @@ class Placeholder:
 
     def __init__(self, samples: Iterable[Tensor]) -> None:
         self._samples = list(samples)
-        self._empty_dimensions: set[int] = set()
-        """The dimensions in which some argument has size 0, and so a placeholder size 1."""
-        self._first_dimensions: set[int] = {1}
-        """Sizes of the first dimension by which a result shows that it begins with a placeholder's
-        row. An argument of shape (0, 3, 4) becomes the placeholder (1, 3, 4). A function may
-        flatten it to (3, 4) or (12,), so the sizes are 1, 3 and 12."""
-        self._first_dimensions_if_flattened: set[int] = set()
-        """The same for arguments that are empty in another dimension than the first. The state of
-        two layers, of shape (2, 0, 16), becomes (2, 1, 16), and if flattened (2, 16) or (32,): the
-        sizes are 2 and 32."""
+        self._flattened_lengths: dict[int, set[int]] = {}
+        """For each dimension in which some argument is empty: how long a result may be whose first
+        dimensions, up to this one or a later one, were flattened into one.
+
+        - A batch of shape (0, 3, 4) becomes the placeholder (1, 3, 4), which may be flattened to
+          (3, 4) or (12,): the lengths for dimension 0 are 1, 3 and 12.
+        - The state of two layers, of shape (2, 0, 16), becomes (2, 1, 16), which may be flattened
+          to (2, 16) or (32,): the lengths for dimension 1 are 2 and 32.
+        """
 
     def add_to(self, arguments: Any) -> Any:
         """Replaces each tensor without rows in a pytree by a tensor with one row.
@@ -199,20 +200,15 @@ class Placeholder:
     def _add_row(self, tensor: Tensor) -> Tensor:
         """Replaces a tensor without rows by one row, and returns any other tensor unchanged.
 
-        It notes in which dimension the row was added, and how long this dimension may become by
-        flattening, so that `cut_off` finds the row in a result.
+        It notes in which dimension the row was added, so that `cut_off` finds it in a result.
         """
         if not has_no_rows(tensor):
             return tensor
 
         empty_dimension = tensor.shape.index(0)
-        self._empty_dimensions.add(empty_dimension)
         row = placeholder_of(tensor, self._samples)
-        sizes = _first_dimensions_after_flattening(row, empty_dimension)
-        if empty_dimension == 0:
-            self._first_dimensions.update(sizes)
-        else:
-            self._first_dimensions_if_flattened.update(sizes)
+        lengths = self._flattened_lengths.setdefault(empty_dimension, set())
+        lengths.update(_lengths_after_flattening(row, empty_dimension))
 
         # The row is a new tensor, which autograd does not connect with `tensor`. If `tensor` needs
         # a gradient, `_AddRow` connects them, so that the backward pass reaches `tensor`.
@@ -244,45 +240,48 @@ class Placeholder:
     def _dimension_of_rows(self, shape: Sequence[int]) -> int | None:
         """Returns the dimension in which a result has the placeholder's rows, or None.
 
-        A result has only a shape, so this is a guess; the likelier cases come first.
+        A result has only a shape, so this is a guess; the likelier cases come first. In the
+        examples a batch (0, 3, 4) became (1, 3, 4), and a state (2, 0, 16) became (2, 1, 16).
 
         Args:
             shape: the shape of the result.
         """
-        # An argument of shape (0, 3, 4) became the placeholder (1, 3, 4). A result of shape (1, 10)
-        # begins with its row, and so does one of shape (3, 4) or (12,), where it was flattened. A
-        # result of shape (7,) does not.
-        may_begin_with_rows = 0 in self._empty_dimensions and len(shape) > 0
-        if may_begin_with_rows and shape[0] in self._first_dimensions:
+        if len(shape) == 0:
+            return None
+        length = shape[0]
+
+        # The shapes (1, 10), (3, 4) and (12,) begin with the row of the batch.
+        if length in self._flattened_lengths.get(0, ()):
             return 0
 
-        # An argument of shape (2, 0, 5) became the placeholder (2, 1, 5). A result of shape
-        # (2, 1, 7) has the row in dimension 1.
-        for dimension in sorted(self._empty_dimensions):
+        # The shape (2, 1, 7) has the row of the state in dimension 1.
+        for dimension in sorted(self._flattened_lengths):
             if dimension < len(shape) and shape[dimension] == 1:
                 return dimension
 
-        # A result of shape (2, 7) begins with rows of this placeholder, if it was flattened. That
-        # is only assumed if another argument is empty in dimension 0.
-        if may_begin_with_rows and shape[0] in self._first_dimensions_if_flattened:
+        # The shape (32,) is the flattened row of the state. That is a coincidence more easily, so
+        # there must also be an argument that is empty in dimension 0, like the batch.
+        some_begin_with_rows = 0 in self._flattened_lengths
+        if some_begin_with_rows and any(
+            length in lengths for lengths in self._flattened_lengths.values()
+        ):
             return 0
         return None
 
 
-def _first_dimensions_after_flattening(row: Tensor, dimension: int) -> set[int]:
-    """Returns the sizes of the first dimension if dimensions are flattened up to a certain one.
+def _lengths_after_flattening(row: Tensor, dimension: int) -> set[int]:
+    """Returns the lengths of a row if its first dimensions are flattened into one.
 
-    The row (1, 3, 4) may stay as it is (1), or be flattened to (3, 4) by `flatten(0, 1)` (3), or to
-    (12,) by `flatten()` (12).
+    The row (1, 3, 4) has the length 1 as it is, 3 after `flatten(0, 1)`, and 12 after `flatten()`.
 
     Args:
         row: the row.
         dimension: the dimension in which it is one row, here 0. This one is flattened too.
     """
-    sizes = set()
+    lengths = set()
     for num_flattened in range(dimension + 1, row.dim() + 1):
-        sizes.add(row.shape[:num_flattened].numel())
-    return sizes
+        lengths.add(row.shape[:num_flattened].numel())
+    return lengths
 
 
 def placeholder_of(tensor: Tensor, samples: Iterable[Tensor]) -> Tensor:

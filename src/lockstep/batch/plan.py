@@ -279,19 +279,14 @@ def _deal_out_samples(sizes: Sequence[int]) -> Indices:
     """
     # Place the samples of each rank at equal distances between 0 and 1: those of a rank with 4
     # samples at 1/8, 3/8, 5/8 and 7/8, those of a rank with 2 samples at 1/4 and 3/4.
-    no_positions = np.empty(0)  # np.concatenate needs at least one array
-    positions = [no_positions]
-    for size in sizes:
-        if size > 0:
-            centers_of_equal_intervals = (np.arange(size) + 0.5) / size
-            positions.append(centers_of_equal_intervals)
-    positions_rank_by_rank = np.concatenate(positions)
-    ranks_rank_by_rank = np.repeat(np.arange(len(sizes)), sizes)  # e.g. [0, 0, 0, 0, 1, 1]
+    positions_of_ranks = [(np.arange(size) + 0.5) / size for size in sizes]
+    positions = np.concatenate(positions_of_ranks)  # those of rank 0 come first
+    ranks = np.repeat(np.arange(len(sizes)), sizes)  # e.g. [0, 0, 0, 0, 1, 1]
 
     # Then read off the ranks from left to right. At the same position, the lower rank comes first,
     # because the sort is stable.
-    order = np.argsort(positions_rank_by_rank, kind="stable")
-    return ranks_rank_by_rank[order]
+    order = np.argsort(positions, kind="stable")
+    return ranks[order]
 
 
 class VirtualRankPiece(NamedTuple):
@@ -308,6 +303,11 @@ class VirtualRankPiece(NamedTuple):
     """The position after its last sample."""
     is_padding: bool = False
     """True for a piece without samples that a rank processes because other ranks have more."""
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in this piece."""
+        return self.end - self.begin
 
 
 @lru_cache(maxsize=256)
@@ -489,14 +489,18 @@ def micro_batches_needed(batch_size: int, shares: tuple[int, ...], largest: int 
     check_micro_batch_size(largest)
 
     # A micro-batch has at most `largest` samples on each rank, so at least this number is needed.
-    # With equal shares it is enough. With unequal shares it may take more: the search goes up.
-    least_number = math.ceil(batch_size / (largest * len(shares)))
-    for number in range(max(1, least_number), batch_size + 1):
-        sizes = split_sizes(split_batch(batch_size, shares, number))
-        if int(sizes.max()) <= largest:
-            return number
+    # With equal shares it is enough. With unequal shares it may take more, at most `batch_size`
+    # micro-batches of one sample each.
+    num_micro_batches = max(1, math.ceil(batch_size / (largest * len(shares))))
+    while _largest_part(batch_size, shares, num_micro_batches) > largest:
+        num_micro_batches += 1
+    return num_micro_batches
 
-    return 1  # only an empty global batch gets here: with one sample each, no part is too large
+
+def _largest_part(batch_size: int, shares: tuple[int, ...], num_micro_batches: int) -> int:
+    """Returns the largest number of samples that some rank has in some micro-batch."""
+    sizes = split_sizes(split_batch(batch_size, shares, num_micro_batches))
+    return int(sizes.max())
 
 
 def check_batch_size(batch_size: object) -> int:

@@ -15,6 +15,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +48,9 @@ def map_tensors(
     Containers keep their types; `dict`, `UserDict`, `list` and dataclasses also keep additional
     attributes. A container that cannot be rebuilt becomes a plain `dict`, `list` or `tuple`.
 
+    For example, the batch `{"image": tensor, "graph": graph, "name": "a.png"}` becomes
+    `{"image": change(tensor), "graph": change_opaque(graph), "name": change_other("a.png")}`.
+
     Args:
         batch: the pytree, which is not modified.
         change: function that is called with each tensor.
@@ -74,7 +78,6 @@ def map_tensors(
             )
         return _rebuild(batch, changed)
 
-    # Another leaf, opaque or not.
     change_leaf = change_opaque if is_opaque(batch) else change_other
     return batch if change_leaf is None else change_leaf(batch)
 
@@ -96,37 +99,48 @@ def map_tensors_and_attributes(
         value: the pytree, which is not modified.
         change: function that is called with each tensor. It returns the tensor itself to leave it
             as it is.
-        change_distribution: function that is called with each probability distribution, which
-            stores the shape of its tensors besides them; by default distributions stay as they are.
+        change_distribution: function that is called with each probability distribution. (To change
+            its tensors is not enough, as it also stores their shape.) By default distributions stay
+            as they are.
         object_depth: in how many objects the value is nested.
     """
-
-    def change_attributes(instance: Any) -> Any:
-        """Returns an object, or a copy of it in which the tensors in its attributes are changed.
-
-        Attributes of objects that are nested in `_MAX_OBJECT_DEPTH` other objects stay as they are.
-        """
-        if isinstance(instance, Distribution):
-            return instance if change_distribution is None else change_distribution(instance)
-
-        is_left_alone = isinstance(instance, type | ModuleType | nn.Module | Optimizer)
-        if is_left_alone or object_depth == _MAX_OBJECT_DEPTH:
-            return instance
-
-        changed = {}
-        for name, attribute in _attributes_of(instance).items():
-            new_attribute = map_tensors_and_attributes(
-                attribute, change, change_distribution, object_depth=object_depth + 1
-            )
-            if not _is_same(attribute, new_attribute):
-                changed[name] = new_attribute
-
-        return _with_attributes(instance, changed) if changed else instance
-
     # Every leaf that is no tensor is an object with attributes, whether it is opaque or not.
-    return map_tensors(
-        value, change, change_opaque=change_attributes, change_other=change_attributes
+    change_object = partial(
+        _change_attributes,
+        change=change,
+        change_distribution=change_distribution,
+        object_depth=object_depth,
     )
+    return map_tensors(value, change, change_opaque=change_object, change_other=change_object)
+
+
+def _change_attributes(
+    instance: Any,
+    change: Callable[[Tensor], Tensor],
+    change_distribution: Callable[[Distribution], Distribution] | None,
+    object_depth: int,
+) -> Any:
+    """Returns an object, or a copy of it if a tensor in its attributes changes.
+
+    See `map_tensors_and_attributes` for the arguments. An object that is nested in
+    `_MAX_OBJECT_DEPTH` others stays as it is.
+    """
+    if isinstance(instance, Distribution):
+        return instance if change_distribution is None else change_distribution(instance)
+
+    is_left_alone = isinstance(instance, type | ModuleType | nn.Module | Optimizer)
+    if is_left_alone or object_depth == _MAX_OBJECT_DEPTH:
+        return instance
+
+    changed = {}
+    for name, attribute in _attributes_of(instance).items():
+        new_attribute = map_tensors_and_attributes(
+            attribute, change, change_distribution, object_depth=object_depth + 1
+        )
+        if not _is_same(attribute, new_attribute):
+            changed[name] = new_attribute
+
+    return _with_attributes(instance, changed) if changed else instance
 
 
 def tensors_and_attributes(value: Any) -> list[Tensor]:
@@ -443,8 +457,8 @@ def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
     3. Some item has one item for each sample, as in `([image, image], [mask, mask])`. They are
        fields: False.
     4. Every tensor has one row for each sample, as in `(images, masks)` of shape `(2, 3, 8, 8)`.
-       They are fields: False. Otherwise they are samples, as in `[image, image]` of shape
-       `(3, 8, 8)`: True.
+       They are fields: False.
+    5. Otherwise they are samples, as in `[image, image]` of shape `(3, 8, 8)`: True.
 
     Args:
         sequence: a list or a tuple.
@@ -465,8 +479,7 @@ def has_item_per_sample(sequence: Sequence[Any], count: int | None) -> bool:
         if is_sequence and has_item_per_sample(item, count):
             return False
 
-    # Rule 4. `(images, masks)` has fields: each tensor of shape (2, 3, 8, 8) has 2 rows. In
-    # `[image, image]`, the tensors of shape (3, 8, 8) are samples.
+    # Rules 4 and 5.
     all_have_row_per_sample = all(
         tensor.dim() > 0 and len(tensor) == count for tensor in tensors(sequence)
     )

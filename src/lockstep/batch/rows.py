@@ -146,9 +146,8 @@ def shapes_in(batch: Any, planned: int) -> Iterator[Shape]:
 
         a tensor or array of shape (8, 3, 32)    Shape(8, 3)
         a list of 8 texts or numbers             Shape(8, None)
-        a list with one tensor for each sample   Shape(8, None), see `_shape_of_items`
-        a list of tensors that may be samples    UNKNOWN_SHAPE, see `_shape_of_items`
-        or fields
+        8 tensors, one for each sample           Shape(8, None)
+        8 tensors, either samples or fields      UNKNOWN_SHAPE
 
     Args:
         batch: the batch, or a part of it.

@@ -91,13 +91,10 @@ def first_micro_batch(
     if planned is not None:
         split = planned[:1]
     else:
-        # The same number of samples on each rank that has a share.
-        equal_shares = tuple(1 if share > 0 else 0 for share in shares)
         samples_of_rank = SAMPLES_TO_MEASURE
         if max_samples_of_rank:
-            samples_of_rank = min(samples_of_rank, max_samples_of_rank)
-        num_samples = min(count, samples_of_rank * sum(equal_shares))
-        split = split_batch(num_samples, equal_shares)
+            samples_of_rank = min(SAMPLES_TO_MEASURE, max_samples_of_rank)
+        split = _same_number_on_each_rank(count, shares, samples_of_rank)
 
     sizes_of_ranks = split_sizes(split)[0]  # `split` has a single micro-batch
     for size, share in zip(sizes_of_ranks, shares, strict=True):
@@ -105,6 +102,23 @@ def first_micro_batch(
             return None
 
     return split
+
+
+def _same_number_on_each_rank(count: int, shares: tuple[int, ...], samples_of_rank: int) -> Indices:
+    """Returns a micro-batch in which each rank that has a share gets the same number of samples.
+
+    Args:
+        count: number of samples in the global batch. If it is too small, some ranks get fewer.
+        shares: share of each rank.
+        samples_of_rank: number of samples on each rank.
+
+    Returns:
+        Begin and end of each rank's part, of shape `(1, ranks, 2)`.
+    """
+    equal_shares = tuple(1 if share > 0 else 0 for share in shares)
+    num_ranks_with_share = sum(equal_shares)
+    num_samples = min(count, samples_of_rank * num_ranks_with_share)
+    return split_batch(num_samples, equal_shares)
 
 
 def largest_that_fits(fits: Callable[[int], bool], known: int, most: int) -> int:
@@ -232,10 +246,10 @@ def confirm_shares(
             they do not fit into memory.
         last: the shares that were chosen after the last measurement. They may be untried.
     """
-    # After each measurement the search chooses the shares to try next. It has converged when it
-    # chooses shares that were tried before. For example, (1, 1) took 4 seconds and (2, 1) took 3:
-    # if the search then chooses (2, 1), it has converged. If it chooses (3, 1), which was not tried
-    # any more, it was given up, and the fastest of the shares that were tried are taken.
+    # After each measurement the search chooses the shares to try next. For example, (1, 1) took 4
+    # seconds and (2, 1) took 3. If the search then chooses (2, 1) again, it has converged. If it
+    # chooses (3, 1), it has ended before these were tried: then the fastest that were tried are
+    # taken.
     has_converged = last in seconds
     if has_converged:
         best = last
@@ -247,13 +261,10 @@ def confirm_shares(
     if not best_fits_in_memory:
         return last
 
-    # Keep the shares with which the search began, unless others are measurably faster. They were
-    # tried first, so they are the first key.
-    initial = next(iter(seconds))
-    if seconds[initial] <= seconds[best] * MIN_SPEEDUP:
-        return initial
-
-    return best
+    # Keep the shares with which the search began, unless others are measurably faster.
+    initial = next(iter(seconds))  # the first key, as they were tried first
+    is_measurably_faster = seconds[best] * MIN_SPEEDUP < seconds[initial]
+    return best if is_measurably_faster else initial
 
 
 def step_seconds(

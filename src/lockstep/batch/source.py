@@ -137,7 +137,8 @@ class Source:
             checksum = zlib.crc32(index_bytes(indices), checksum)
 
         if self.custom_order:
-            plan = self.plan_of_copy(seed=0, epoch=0)
+            # The sampler itself may count how often it was asked, and must stay as it is.
+            plan = self._with_copied_samplers()._custom_plan(seed=0, epoch=0)
             checksum = zlib.crc32(plan.order.tobytes(), checksum)
             # The bounds say where in this order the global batches begin and end.
             checksum = zlib.crc32(plan.bounds.tobytes(), checksum)
@@ -166,13 +167,6 @@ class Source:
             drop_last=self.drop_last,
         )
 
-    def plan_of_copy(self, seed: int, epoch: int) -> CustomPlan:
-        """Asks a copy of the user's sampler for the order of an epoch.
-
-        The sampler itself may count how often it was asked, and stays as it is.
-        """
-        return self._with_copied_samplers()._custom_plan(seed, epoch)
-
     def plan_if_stateless(self, seed: int, epoch: int) -> CustomPlan | None:
         """Asks a copy of the user's sampler for an epoch; returns None if it may keep a state.
 
@@ -181,16 +175,8 @@ class Source:
         """
         source = self._with_copied_samplers()
         samplers = _with_inner_samplers(source.batch_sampler, source.sampler)
-        originals = _with_inner_samplers(self.batch_sampler, self.sampler)
-        for sampler in samplers:
-            # A sampler that cannot be copied is still the user's own, which asking would change.
-            is_users_own = any(sampler is original for original in originals)
-            if is_users_own and _attributes(sampler):
-                return None
-            # An attribute that cannot be compared may be one that the copy shares with the user's
-            # sampler, for example a running generator.
-            if not _can_be_compared(sampler, self.dataset, samplers):
-                return None
+        if not self._can_be_asked(samplers):
+            return None
 
         before = [_copy_attributes(sampler, self.dataset) for sampler in samplers]
         plan = source._custom_plan(seed, epoch)
@@ -198,6 +184,23 @@ class Source:
             if not _are_same_attributes(attributes, _attributes(sampler)):
                 return None
         return plan
+
+    def _can_be_asked(self, copies: list[object]) -> bool:
+        """Returns True if asking copies of the user's samplers does not change the originals.
+
+        - A sampler that could not be copied is among the copies as it is.
+        - An attribute that cannot be compared, for example a running generator, may be one that a
+          copy shares with the original.
+        """
+        originals = _with_inner_samplers(self.batch_sampler, self.sampler)
+        for sampler in copies:
+            is_original = any(sampler is original for original in originals)
+            has_attributes = bool(_attributes(sampler))
+            if is_original and has_attributes:
+                return False
+            if not _can_be_compared(sampler, self.dataset, copies):
+                return False
+        return True
 
     def _with_copied_samplers(self) -> Source:
         """Returns a source whose samplers can be asked while the user's stay as they are."""
@@ -225,7 +228,7 @@ class Source:
 
             # A sampler only orders the samples.
             sampler = cast("torch_data.Sampler[int]", self.sampler)
-            order = _as_indices(sampler, asked=sampler)
+            order = _as_indices(sampler, named_in_error=sampler)
             return cut_into_batches(order, self.batch_size, drop_last=self.drop_last)
 
 
@@ -239,7 +242,7 @@ def _plan_of_batches(batch_sampler: Iterable[Iterable[int]], epoch: int) -> Cust
     Raises:
         DataError: a batch has no samples, or not their indices.
     """
-    batches = [_as_indices(batch, asked=batch_sampler) for batch in batch_sampler]
+    batches = [_as_indices(batch, named_in_error=batch_sampler) for batch in batch_sampler]
     sizes = [len(batch) for batch in batches]
     if 0 in sizes:
         raise DataError(
@@ -255,12 +258,14 @@ def _plan_of_batches(batch_sampler: Iterable[Iterable[int]], epoch: int) -> Cust
     return CustomPlan(order, bounds)
 
 
-def _as_indices(items: Iterable[int], *, asked: object) -> Indices:
+def _as_indices(items: Iterable[int], *, named_in_error: object) -> Indices:
     """Returns what a user's sampler yields as an array.
+
+    An error in the code of a sampler of the user's is raised as it is.
 
     Args:
         items: the sampler, or a batch of a batch sampler.
-        asked: the sampler or batch sampler, which the error names.
+        named_in_error: the sampler or batch sampler.
 
     Raises:
         DataError: these are not the indices of samples.
@@ -268,15 +273,14 @@ def _as_indices(items: Iterable[int], *, asked: object) -> Indices:
     if isinstance(items, torch.Tensor | np.ndarray):
         items = items.tolist()  # to iterate over it is faster
 
-    # Errors in the user's own code stay what they are: an error of the sampler's own `__iter__`
-    # here, and errors of the iteration below, which is outside of the `try`.
     try:
         iterator = iter(items)
     except TypeError as error:
-        has_own_code = hasattr(items, "__iter__") or hasattr(items, "__getitem__")
-        if has_own_code:
+        # It cannot be iterated over, or else this is an error in its own `__iter__`.
+        is_iterable = hasattr(items, "__iter__") or hasattr(items, "__getitem__")
+        if is_iterable:
             raise
-        raise _no_indices(asked, error) from error
+        raise _no_indices(named_in_error, error) from error
 
     parts = [np.empty(0, np.int64)]  # np.concatenate needs at least one array
     while part := list(itertools.islice(iterator, _ITEMS_CONVERTED_AT_ONCE)):
@@ -284,7 +288,7 @@ def _as_indices(items: Iterable[int], *, asked: object) -> Indices:
             # `np.fromiter` alone would cut 1.5 to 1, and take "7" for 7.
             parts.append(np.fromiter(map(operator.index, part), dtype=np.int64))
         except (TypeError, ValueError, OverflowError) as error:
-            raise _no_indices(asked, error) from error
+            raise _no_indices(named_in_error, error) from error
     return np.concatenate(parts)
 
 
@@ -405,14 +409,13 @@ def _clone(vector: Any) -> Any:
 def _can_be_compared(sampler: object, dataset: object, samplers: list[object]) -> bool:
     """Returns True if the attributes of a sampler show whether a pass over it has changed it.
 
-    An iterator as an attribute, for example, does not show how far it was read.
-
     Args:
         sampler: the sampler.
         dataset: the dataset, which a sampler does not change.
         samplers: all samplers, each of which is compared by itself.
     """
     if not hasattr(sampler, "__dict__"):
+        # A pass over one of these changes nothing.
         return sampler is None or type(sampler) in (list, tuple, range)
 
     for value in _attributes(sampler).values():
@@ -421,7 +424,7 @@ def _can_be_compared(sampler: object, dataset: object, samplers: list[object]) -
         is_compared_by_itself = any(value is each for each in samplers)
         if is_dataset or is_seeded_for_each_epoch or is_compared_by_itself:
             continue
-        if not _is_comparable(value):
+        if not _is_comparable(value):  # an iterator, for example, does not show how far it was read
             return False
     return True
 
@@ -453,14 +456,14 @@ def _are_equal(value: Any, other: Any) -> bool:
         return True
     if type(value) is not type(other):
         return False
-    if isinstance(value, torch.Tensor) and _is_vector(value):
-        return torch.equal(value, other)
     if _is_vector(value):
-        return np.array_equal(value, other)
+        is_tensor = isinstance(value, torch.Tensor)
+        return torch.equal(value, other) if is_tensor else np.array_equal(value, other)
 
-    # An object of another class cannot be compared, and counts as changed.
-    is_plain_or_container = isinstance(value, (*_CONTAINERS, tuple, *_PLAIN_VALUES))
-    return is_plain_or_container and bool(value == other)
+    can_be_compared = isinstance(value, (*_CONTAINERS, tuple, *_PLAIN_VALUES))
+    if not can_be_compared:
+        return False  # it counts as changed
+    return bool(value == other)
 
 
 def _is_sampler(name: str, value: object) -> bool:
@@ -548,6 +551,9 @@ def index_bytes(indices: Any) -> bytes:
     that are neither integers nor strings, only their count is used: no text of them is certain to
     be the same in another process, as `repr` may contain an address.
     """
+    if len(indices) == 0:
+        return b""
+
     length_as_bytes = str(len(indices)).encode()
     if isinstance(indices, torch.Tensor):
         indices = indices.cpu()
@@ -556,10 +562,6 @@ def index_bytes(indices: Any) -> bytes:
     except ValueError:  # NumPy cannot convert, for example, tuples of different lengths
         return length_as_bytes
 
-    # An empty array of integers gives no bytes, so an empty list must give none either, although
-    # NumPy makes an array of floats of it.
-    if array.size == 0:
-        return b""
     is_integer = array.dtype.kind in "iu"  # "i" means signed and "u" unsigned
     if is_integer:
         return array.astype(np.int64).tobytes()

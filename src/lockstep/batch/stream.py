@@ -83,7 +83,7 @@ class IterableLoader(Loader):
         """Raises SettingError for options that a stream split over the ranks cannot have."""
         is_split = self.source.shard is not None
         # The request is open until autotuning has measured what this loader asked for.
-        waits_for_autotuning = self._plan.request.is_open
+        waits_for_autotuning = self._plan.autotune_request.is_open
 
         if is_split and waits_for_autotuning:
             raise SettingError(
@@ -121,7 +121,8 @@ class IterableLoader(Loader):
             CheckpointError: the checkpoint was saved with another kind of dataset, or with another
                 size of the global batch.
         """
-        saved_by_stream_loader = "ranks" in state  # see `_identity`
+        # Only the loader of a stream saves the number of ranks; see `_identity`.
+        saved_by_stream_loader = "ranks" in state
         if not saved_by_stream_loader:
             raise CheckpointError(
                 "resuming a loader of a stream",
@@ -177,13 +178,9 @@ class IterableLoader(Loader):
         if not digests_read and self._first_samples_in_checkpoint is not None:
             return self._first_samples_in_checkpoint
 
-        # Which samples rank 0 reads depends on `shard`, and so does which of them it reads again
-        # when the run is resumed on another number of ranks:
-        #
-        #     shard         rank 0 of n reads       of these it reads again
-        #     None          all samples             all
-        #     False         what it is given        all: the number must be the same (`_identity`)
-        #     a function    0, n, 2 n, ...          only sample 0
+        # If `shard` is a function, rank 0 of n reads the samples 0, n, 2 n, ... After a resume on
+        # another number of ranks it reads others, and only sample 0 is certain to be among them.
+        # Otherwise rank 0 reads the same samples again.
         ranks_read_every_nth = callable(self.source.shard)
         num_compared = 1 if ranks_read_every_nth else SAMPLES_COMPARED
         return digests_read[:num_compared]
@@ -252,38 +249,38 @@ class IterableLoader(Loader):
             start: position of the first global batch to read.
             training: True for a training pass, False for an evaluation.
         """
-        position = start
         try:
             if training:
-                # This yields the micro-batches that autotuning needs; usually there are none.
-                position_after_autotuning = yield from self._autotune(epoch, start)
-                if position_after_autotuning is None:  # the pass has ended already
-                    return
-                position = position_after_autotuning
-
-            micro_batches = self._read_from(epoch, position, training)
-
-            # In an evaluation, a collate function of the user's may have made other numbers of rows
-            # than there are samples; means over samples need the actual numbers.
-            if not training:
-                micro_batches = self._count_rows(epoch, micro_batches)
-
-            # In training, each micro-batch needs a factor for its loss. The plan has computed it
-            # from the numbers of samples (`is_planned`), unless the contents of batches decide: by
-            # the user's function, or by the rows that a collate function has made.
-            weighing = self._weighing(epoch)
-            if training and not weighing.is_planned:
-                micro_batches = scale_by_weight(
-                    micro_batches,
-                    weighing,
-                    self._collectives,
-                    epoch,
-                    virtual_ranks=self._plan.virtual_ranks,
-                )
-
-            yield from to_device(micro_batches, self._collectives.device)
+                micro_batches = self._read_training_pass(epoch, start)
+            else:
+                # A collate function of the user's may have made other numbers of rows than there
+                # are samples. Means over samples need the actual numbers.
+                read = self._read_from(epoch, start, training=False)
+                micro_batches = to_device(self._count_rows(epoch, read), self._collectives.device)
+            yield from micro_batches
         finally:
             self._iterable.close()
+
+    def _read_training_pass(self, epoch: int, start: int) -> Generator[ReadMicroBatch, None, None]:
+        """Yields the micro-batches of a training pass, each with the factor of its loss."""
+        # First the micro-batches on which autotuning measures; usually there are none.
+        position_after_autotuning = yield from self._autotune(epoch, start)
+        if position_after_autotuning is None:  # the stream has ended already
+            return
+
+        # The plan has computed the factors from the numbers of samples, unless the contents of
+        # batches decide: by the user's function, or by the rows that a collate function has made.
+        micro_batches = self._read_from(epoch, position_after_autotuning, training=True)
+        weighing = self._weighing(epoch)
+        if not weighing.is_planned:
+            micro_batches = scale_by_weight(
+                micro_batches,
+                weighing,
+                self._collectives,
+                epoch,
+                virtual_ranks=self._plan.virtual_ranks,
+            )
+        yield from to_device(micro_batches, self._collectives.device)
 
     def _autotune(self, epoch: int, start: int) -> Generator[ReadMicroBatch, None, int | None]:
         """Yields the micro-batches on which devices are measured, while an "auto" setting is open.
@@ -295,7 +292,7 @@ class IterableLoader(Loader):
             ended. (It is the value of `yield from self._autotune(...)`.)
         """
         position = start
-        while self._plan.request.is_open:
+        while self._plan.autotune_request.is_open:
             # The measurements decide which part of the global batch each rank gets, so every rank
             # reads all of its samples.
             samples = self._iterable.read_whole(epoch, position)
@@ -332,8 +329,9 @@ class IterableLoader(Loader):
     ) -> Iterator[ReadMicroBatch]:
         """Yields planned micro-batches, each with its batch on the CPU.
 
-        The method of `Loader` reads samples by index. A stream is only planned in this way for
-        autotuning, and then its samples have already been read and kept (`_read_for_autotuning`).
+        This replaces `Loader._read_planned`, which reads samples by their indices. Micro-batches of
+        a stream are only planned for autotuning, and then their samples have already been read and
+        kept (`_read_for_autotuning`).
 
         Args:
             epoch: number of the epoch.
@@ -395,7 +393,8 @@ class IterableLoader(Loader):
                 yield from micro_batches
                 continue
 
-            self._plan.check_every_copy_has_samples(int(rank_batch.samples_of_ranks.sum()))
+            global_samples = int(rank_batch.num_samples_of_ranks.sum())
+            self._plan.check_every_copy_has_samples(smallest=global_samples)
 
             # With `check_devices`, the states of the devices are compared after some of the steps.
             # Micro-batches of these steps are marked.
@@ -424,8 +423,11 @@ class IterableLoader(Loader):
                 continue
 
             no_rank_skips = knows_counts_of_all and planned.all_ranks_have_samples
-            reason_to_block = None if no_rank_skips else SOME_RANKS_SKIP
-            with self._collectives.blocked_because(reason_to_block):
+            if no_rank_skips:
+                yield planned, batch
+                continue
+
+            with self._collectives.blocked_because(SOME_RANKS_SKIP):
                 yield planned, batch
 
     def _divide(self, epoch: int, rank_batch: RankBatch) -> Iterator[ReadMicroBatch]:
@@ -434,17 +436,17 @@ class IterableLoader(Loader):
         Args:
             epoch: number of the epoch.
             rank_batch: the batches that this rank has read of the global batch. Its
-                `samples_of_ranks` says how many samples of it each rank has.
+                `num_samples_of_ranks` says how many samples of it each rank has.
         """
         sizes = _micro_batch_sizes(rank_batch)  # shape (micro-batches, ranks)
 
         # A micro-batch in which no rank has samples is left out on all ranks.
         num_samples_on_all_ranks = sizes.sum(axis=1)  # shape (micro-batches,)
         numbers_of_filled = np.flatnonzero(num_samples_on_all_ranks)
-        global_samples = int(rank_batch.samples_of_ranks.sum())
+        global_samples = int(rank_batch.num_samples_of_ranks.sum())
         micro_batches = self._plan.make_micro_batches(sizes[numbers_of_filled], global_samples)
 
-        # Under DiLoCo, a rank may train fewer copies than others, and then lacks the last
+        # Under DiLoCo, a rank may train fewer copies than others, and then it lacks the last
         # micro-batches. For example, 3 copies on 2 ranks have the sizes [[2, 2], [2, 0]]: rank 0
         # has the micro-batches 0 and 1, and rank 1 has micro-batch 0 only.
         numbers_of_this_rank = numbers_of_filled[: len(micro_batches)]
@@ -517,7 +519,7 @@ class IterableLoader(Loader):
 
                 work = None
                 if exchanges_counts:
-                    work, rank_batch.samples_of_ranks = self._start_count_exchange(rank_batch)
+                    work, rank_batch.num_samples_of_ranks = self._start_count_exchange(rank_batch)
                 in_flight.append((rank_batch, work))
                 if exchanges_counts and len(in_flight) < 2:
                     continue  # the counts arrive while the next global batch is read
@@ -525,7 +527,7 @@ class IterableLoader(Loader):
                 if work is not None:
                     work.wait()
 
-                count = int(counted_batch.samples_of_ranks.sum())
+                count = int(counted_batch.num_samples_of_ranks.sum())
                 num_samples_read += count
                 is_short = count < self.batch_size
                 if count == 0 or (is_short and source.drop_last):
@@ -593,7 +595,7 @@ class IterableLoader(Loader):
         """
         rank = self._collectives.data_parallel.rank
         world_size = self._collectives.topology.size
-        count = torch.tensor([int(rank_batch.samples_of_ranks[rank])])
+        count = torch.tensor([int(rank_batch.num_samples_of_ranks[rank])])
 
         # The all-gather fills the rows of this tensor, one for each rank.
         counts_of_all = torch.empty(world_size, 1, dtype=count.dtype)
@@ -603,7 +605,7 @@ class IterableLoader(Loader):
         # In a pipeline all stages read the same data, so only the processes of the first stage are
         # counted; these have the lowest numbers. The array is a view of the tensor, so the
         # all-gather fills it, too.
-        num_data_parallel_ranks = len(rank_batch.samples_of_ranks)
+        num_data_parallel_ranks = len(rank_batch.num_samples_of_ranks)
         counts_of_ranks = counts_of_all.view(-1).numpy()[:num_data_parallel_ranks]
         return work, counts_of_ranks
 
@@ -616,14 +618,11 @@ class IterableLoader(Loader):
         Raises:
             DataError: loader workers of this rank read different samples.
         """
+        # Without loader workers, this process goes on with its own iterator, from which it may
+        # already have read global batches for autotuning. Each worker has an iterator of its own,
+        # and reads the stream from the beginning.
         has_workers = self.source.options["num_workers"] > 0
-        if has_workers:
-            # Each loader worker reads the stream from the beginning, with an iterator of its own.
-            stream = self._iterable.fresh()
-        else:
-            # This process goes on with its own iterator, from which it may already have read global
-            # batches for autotuning.
-            stream = self._iterable
+        stream = self._iterable.fresh() if has_workers else self._iterable
 
         # The workers, or without them this process, get a request for each global batch and return
         # their parts in the same order.
@@ -691,5 +690,5 @@ def _micro_batch_sizes(rank_batch: RankBatch) -> np.ndarray:
     """
     planned_sizes = rank_batch.planned_sizes
     planned_in_earlier_micro_batches = np.cumsum(planned_sizes, axis=0) - planned_sizes
-    samples_left = rank_batch.samples_of_ranks - planned_in_earlier_micro_batches
+    samples_left = rank_batch.num_samples_of_ranks - planned_in_earlier_micro_batches
     return np.clip(samples_left, 0, planned_sizes)

@@ -221,7 +221,8 @@ class WorkerComparison:
     ) -> None:
         """Compares what a worker has read with what the other workers have read.
 
-        The arguments are remembered, so that later workers can be compared with this one.
+        `_check_samples` and `_check_end` remember what the first worker has read, to compare the
+        later ones with it.
 
         Args:
             worker: number of the worker.
@@ -236,7 +237,8 @@ class WorkerComparison:
             return
         for position, digests in digests_by_position.items():
             self._check_samples(worker, position, digests)
-        self._forget_old_readings(latest=max(digests_by_position, default=0))
+        latest_position = max(digests_by_position, default=0)
+        self._forget_old_readings(latest_position)
         if num_samples_in_all is not None:
             self._check_end(worker, num_samples_in_all)
 
@@ -277,16 +279,16 @@ class WorkerComparison:
                 f"{other_num_samples}"
             )
 
-    def _forget_old_readings(self, latest: int) -> None:
+    def _forget_old_readings(self, latest_position: int) -> None:
         """Forgets global batches that all workers have passed.
 
         Workers take turns, so all have passed a global batch once `num_workers` more are read.
 
         Args:
-            latest: position of the global batch that was read last.
+            latest_position: position of the global batch that was read last.
         """
         for position in list(self._first_reading):
-            if position < latest - self._num_workers:
+            if position < latest_position - self._num_workers:
                 del self._first_reading[position]
 
     def _raise_error(self, found: str) -> NoReturn:

@@ -82,7 +82,7 @@ class RankBatch:
     planned_sizes: Indices
     """The planned number of samples of each rank in each micro-batch, shape `(micro-batches,
     ranks)`. At the end of the dataset there may be fewer."""
-    samples_of_ranks: Indices
+    num_samples_of_ranks: Indices
     """The actual number of samples of each rank, shape `(ranks,)`. If every rank reads the whole
     dataset, all entries are right. Otherwise only the entry of this rank is right, and the others
     hold the planned numbers."""
@@ -115,7 +115,7 @@ class _ReadPart(NamedTuple):
     """The difference between the numbers of neighbouring samples."""
     planned_sizes: Indices
     """See `RankBatch`."""
-    samples_of_ranks: Indices
+    num_samples_of_ranks: Indices
     """See `RankBatch`."""
     begins_and_ends: list[list[int]]
     """For each micro-batch, where this rank's samples begin and end within `samples`."""
@@ -178,7 +178,7 @@ class IterableFetch(Dataset[Any]):
         rank_batch = RankBatch(
             position=request.position,
             planned_sizes=part.planned_sizes,
-            samples_of_ranks=part.samples_of_ranks,
+            num_samples_of_ranks=part.num_samples_of_ranks,
             ended=part.ended,
             worker=0 if worker_info is None else worker_info.id,
             digests=self._digests,
@@ -228,24 +228,26 @@ class IterableFetch(Dataset[Any]):
         # For each micro-batch, this rank's begin and end. On rank 1: [[2, 4], [6, 8]].
         on_this_rank = begins_and_ends[:, self._data_parallel.rank]
 
-        # These planned sizes are also the actual ones, because they follow from the number of
-        # samples that were read.
         sizes = split_sizes(begins_and_ends)  # shape (micro-batches, ranks): [[2, 2], [2, 2]]
-        samples_of_ranks = sizes.sum(axis=0)  # shape (ranks,): [4, 4]
+        num_samples_of_ranks = sizes.sum(axis=0)  # shape (ranks,): [4, 4]
 
         return _ReadPart(
             samples=samples,
             # The samples of all ranks have consecutive numbers in the epoch.
             first_number=request.position * self._source.batch_size,
             stride=1,
-            planned_sizes=sizes,
-            samples_of_ranks=samples_of_ranks,
+            planned_sizes=sizes,  # also the actual ones: they follow from what was read
+            num_samples_of_ranks=num_samples_of_ranks,
             begins_and_ends=on_this_rank.tolist(),
             ended=not samples,
         )
 
     def _read_own_part(self, request: GlobalBatchRequest, planned_sizes: Indices) -> _ReadPart:
         """Reads this rank's part from a dataset that splits itself over the ranks.
+
+        Its samples are numbered as if the ranks took turns, so that no two have the same number:
+        with 2 ranks, rank 0 has the numbers 0, 2, 4, ... and rank 1 has 1, 3, 5, ... The k-th
+        sample of rank r has the number k * ranks + r.
 
         Args:
             request: the global batch to read.
@@ -268,9 +270,6 @@ class IterableFetch(Dataset[Any]):
 
         return self._divide_part(
             samples,
-            # Samples are numbered as if the ranks took turns, so that no two have the same number:
-            # with 2 ranks, rank 0 has the numbers 0, 2, 4, ... and rank 1 has 1, 3, 5, ... The
-            # k-th sample of rank r has the number k * ranks + r.
             first_number=first_on_rank * num_ranks + rank,
             planned_sizes=planned_sizes,
             # A part that is shorter than planned is trained on, too; the next request then finds no
@@ -295,12 +294,12 @@ class IterableFetch(Dataset[Any]):
         first_number = _next_number_of_rank(first_of_global_batch, rank, num_ranks)
         samples = self._read(request.epoch, first=first_number, stride=num_ranks, count=num_wanted)
 
-        # The dataset has ended if there are no samples where some are planned. A part that is
-        # shorter than planned is trained on; then the next one finds no samples. (Nothing is
-        # planned for some ranks if a global batch has fewer samples than ranks.)
-        ended = num_wanted > 0 and not samples
+        # If 3 samples are planned and 2 are left, these are trained on, and the next request finds
+        # none: only then the dataset has ended. (If a global batch has fewer samples than ranks,
+        # none is planned for some ranks, which says nothing.)
+        finds_none = num_wanted > 0 and not samples
         return self._divide_part(
-            samples, first_number=first_number, planned_sizes=planned_sizes, ended=ended
+            samples, first_number=first_number, planned_sizes=planned_sizes, ended=finds_none
         )
 
     def _divide_part(
@@ -313,9 +312,9 @@ class IterableFetch(Dataset[Any]):
         into 4 and 1.
 
         Args:
-            samples: the samples of this rank.
-            first_number: number of the first sample, over all ranks and from the beginning of the
-                epoch. It does not matter for the division.
+            samples: the samples of this rank. Their numbers in the epoch are `first_number`,
+                `first_number + ranks`, `first_number + 2 * ranks`, ...
+            first_number: see above.
             planned_sizes: planned number of samples of each rank in each micro-batch, shape
                 `(micro-batches, ranks)`.
             ended: True if the dataset has no more samples for this rank.
@@ -331,16 +330,15 @@ class IterableFetch(Dataset[Any]):
 
         # How many samples each rank has in all micro-batches. How many the others have read is not
         # known here. Their planned numbers are used, until the loader exchanges the actual ones.
-        samples_of_ranks = planned_sizes.sum(axis=0)
-        samples_of_ranks[rank] = len(samples)
+        num_samples_of_ranks = planned_sizes.sum(axis=0)
+        num_samples_of_ranks[rank] = len(samples)
 
         return _ReadPart(
             samples=samples,
-            # On 2 ranks, if the first number is 1, the samples have the numbers 1, 3, 5, ...
             first_number=first_number,
             stride=self._data_parallel.size,
             planned_sizes=planned_sizes,
-            samples_of_ranks=samples_of_ranks,
+            num_samples_of_ranks=num_samples_of_ranks,
             begins_and_ends=begins_and_ends.tolist(),
             ended=ended,
         )
@@ -382,9 +380,9 @@ class IterableFetch(Dataset[Any]):
         begin_of_batch = request.position * batch_size
         bounds = begin_of_batch + ceil_div(batch_size * edges, request.num_micro_batches)
 
-        # The sizes are the differences of successive rows: in the example, of [0, 0], [2, 1] and
-        # [3, 2].
-        return np.diff(_num_before_bounds(bounds, num_ranks), axis=0)
+        # At bound 3, for example, rank 0 has had 2 samples and rank 1 has had 1: the row [2, 1].
+        num_before = _num_before_bounds(bounds, num_ranks)  # [[0, 0], [2, 1], [3, 2]]
+        return np.diff(num_before, axis=0)
 
     def read_whole(self, epoch: int, position: int, pass_begin: int = 0) -> list[Any]:
         """Reads all samples of a global batch. At the end of the dataset there are fewer or none.
@@ -414,11 +412,10 @@ class IterableFetch(Dataset[Any]):
         copy_at_beginning = self.fresh()
         samples = copy_at_beginning._read(epoch, first=0, stride=1, count=count)
 
-        # Some datasets return the same iterator each time: `iter(dataset) is dataset`. Then the
-        # copy has moved the iterator of the pass in progress. Without a reader, the pass opens the
-        # dataset again, and reads forward to its place.
+        # If `iter(dataset)` always returns the same iterator, the copy has moved that of the pass
+        # in progress, which then has to read forward from the beginning to its place.
         if self._shares_iterator_with(copy_at_beginning):
-            self._reader = None
+            self._reader = None  # so the next read opens the dataset again
 
         if not samples:
             return None
@@ -498,10 +495,9 @@ class IterableFetch(Dataset[Any]):
         if count == 0:
             return []
 
-        # Many datasets split themselves over the loader workers. Hidden from them, each worker
-        # reads everything.
+        # Many datasets split themselves over the loader workers. They must not see that there are
+        # workers: here each worker reads everything.
         with without_worker_info():
-            # Usually it is the reader of the previous call, which goes on.
             reader = self._reader_that_reaches(epoch, first, stride)
             if reader.ended:
                 return []
@@ -513,8 +509,8 @@ class IterableFetch(Dataset[Any]):
     def _reader_that_reaches(self, epoch: int, first: int, stride: int) -> StreamReader:
         """Returns a reader that has not read the sample `first` of this epoch yet.
 
-        If the reader of the previous call is past that sample, for example, the dataset is opened
-        anew.
+        Usually it is the reader of the previous call, which goes on. If that one is past the
+        sample, for example, the dataset is opened anew.
         """
         reader = self._reader
         if reader is None or self._must_reopen(reader, epoch, first):
@@ -642,13 +638,7 @@ class IterableFetch(Dataset[Any]):
         dataset: Any = self.dataset
         shard = self._source.shard
 
-        # While the dataset is read, it draws from random streams of this pass in place of the usual
-        # ones. With `sample_rng=False` it draws from the usual ones. The reader enters the random
-        # state at each read, so it gets a function that returns a context.
-        enter_random_state: Callable[[], AbstractContextManager[None]] = nullcontext
-        if self._sample_rng:
-            enter_random_state = PassRandomState(self._seed, epoch).entered
-
+        enter_random_state = self._enters_random_state(epoch)
         with enter_random_state():
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(epoch)
@@ -671,6 +661,14 @@ class IterableFetch(Dataset[Any]):
             enter_random_state=enter_random_state,
         )
         return self._reader
+
+    def _enters_random_state(self, epoch: int) -> Callable[[], AbstractContextManager[None]]:
+        """Returns a function, whose result is the context in which the dataset is read in a pass.
+
+        In this context the dataset draws from random streams of the pass in place of the usual
+        ones; with `sample_rng=False`, from the usual ones.
+        """
+        return PassRandomState(self._seed, epoch).entered if self._sample_rng else nullcontext
 
 
 def _num_before_bounds(bounds: Indices, num_ranks: int) -> Indices:

@@ -25,7 +25,7 @@ class TrainingPasses:
         self._ended_before_epoch = None
 
     @property
-    def saw_epoch_begin(self) -> bool:
+    def was_prepared_before_epoch(self) -> bool:
         """True if the loader was prepared before the current epoch of `World.epochs` began."""
         return self._ended_before_epoch is not None
 

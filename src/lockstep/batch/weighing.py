@@ -40,11 +40,12 @@ MAX_WEIGHT = 1e300
 class CountedBatch(NamedTuple):
     """A micro-batch whose rows have been counted."""
 
-    planned: PlannedMicroBatch
+    corrected: PlannedMicroBatch
+    """The planned micro-batch, with the counted number of rows."""
     batch: Any
     """The batch to train on. If the collate function dropped all samples, it is an empty batch."""
     collated: Any
-    """The batch that the collate function returned."""
+    """The batch that the collate function returned, which the loop gets if no rank has any rows."""
     weight: float
     has_other_rows: bool
     """True if the number of rows differs from the planned number of samples."""
@@ -68,14 +69,9 @@ class Weighing:
         """True if every micro-batch weighs its planned number of samples."""
         return self.weight is None and self.row_counter is None
 
-    @property
-    def row_counter_for_weights(self) -> RowCounter | None:
-        """The counter if a batch weighs its counted rows.
-
-        None if the user's function weighs it, whatever rows it has, or if it has one row for each
-        sample.
-        """
-        return self.row_counter if self.weight is None else None
+    def without_weight_function(self) -> Weighing:
+        """Returns an object that weighs each batch by its rows."""
+        return replace(self, weight=None)
 
     def count_rows(self, planned: PlannedMicroBatch, batch: Any) -> CountedBatch:
         """Counts the rows of a batch and computes its weight.
@@ -88,38 +84,31 @@ class Weighing:
             DataError: the user's function did not return a number that is at least 0.
         """
         num_samples = planned.micro_batch.local_rows
-        num_rows = self._num_rows_if_known(batch, num_samples)
-        rows_are_unknown = False
-        if num_rows is None:
-            rows_are_unknown = True
-            num_rows = num_samples  # assume one row for each sample
-
-        has_other_rows = num_rows != num_samples
-        if has_other_rows:
-            # The collate function may have dropped samples, or made several rows of one.
-            num_dropped = max(0, num_samples - num_rows)
-            corrected = replace(planned.micro_batch, local_rows=num_rows, left_out=num_dropped)
-            planned = planned._replace(micro_batch=corrected)
-
-        # A batch weighs its number of rows, or what the user's function says. An empty batch always
-        # weighs 0: the user's function never gets one.
-        weight = float(num_rows)
-        if self.weight is not None and num_rows > 0:
-            weight = _weigh_batch(self.weight, batch)
+        counted_rows = self._num_rows_if_known(batch, num_samples)
+        rows_are_unknown = counted_rows is None
+        num_rows = num_samples if counted_rows is None else counted_rows
 
         # If the collate function dropped all samples of this rank, its result (often None) cannot
-        # be trained on. An empty batch takes its place. (The result is kept too, as `collated`: the
-        # loop gets it if this happens on all ranks.)
+        # be trained on, so an empty batch takes its place.
         all_samples_were_dropped = num_samples > 0 and num_rows == 0
         batch_to_train_on = self.make_one_sample_batch() if all_samples_were_dropped else batch
         return CountedBatch(
-            planned=planned,
+            corrected=_with_rows(planned, num_rows),
             batch=batch_to_train_on,
             collated=batch,
-            weight=weight,
-            has_other_rows=has_other_rows,
+            weight=self._weight_of(batch, num_rows),
+            has_other_rows=num_rows != num_samples,
             rows_are_unknown=rows_are_unknown,
         )
+
+    def _weight_of(self, batch: Any, num_rows: int) -> float:
+        """Returns the weight of a batch: its number of rows, or what the user's function says.
+
+        A batch without rows always weighs 0: the user's function never gets one.
+        """
+        if self.weight is None or num_rows == 0:
+            return float(num_rows)
+        return _weigh_batch(self.weight, batch)
 
     def _num_rows_if_known(self, batch: Any, num_samples: int) -> int | None:
         """Returns the number of rows that were made of some samples, or None if it is unknown."""
@@ -130,12 +119,25 @@ class Weighing:
         return self.row_counter.count(batch, num_samples)
 
 
+def _with_rows(planned: PlannedMicroBatch, num_rows: int) -> PlannedMicroBatch:
+    """Returns a micro-batch with the number of rows that the collate function has made.
+
+    It may have dropped samples, or made several rows of one.
+    """
+    num_samples = planned.micro_batch.local_rows
+    if num_rows == num_samples:
+        return planned
+    num_dropped = max(0, num_samples - num_rows)
+    corrected = replace(planned.micro_batch, local_rows=num_rows, left_out=num_dropped)
+    return planned._replace(micro_batch=corrected)
+
+
 def _index_of_weight(counted: CountedBatch) -> int:
     """Returns the index of a micro-batch in a list with one weight for each virtual rank.
 
     Without virtual ranks, the list only has the weight of the whole global batch, at index 0.
     """
-    virtual_rank = counted.planned.micro_batch.virtual_rank_number
+    virtual_rank = counted.corrected.micro_batch.virtual_rank_number
     return 0 if virtual_rank is None else virtual_rank
 
 
@@ -188,9 +190,8 @@ def scale_by_weight(
     """
     pending: _PendingGlobalBatch | None = None  # its all-reduce is in progress
     for global_batch in _group_by_global_batch(read):
-        # The all-reduce of the previous global batch must be done before this one's is started: if
-        # a rank has left its loop, the previous one raises an error, while this one would be taken
-        # for another collective of that rank.
+        # Only one all-reduce may be in progress. If a rank has left its loop, waiting for the
+        # previous one raises an error; a second one would be taken for another collective.
         previous_scaled = [] if pending is None else pending.wait_for_scaled()
         pending = _PendingGlobalBatch(
             global_batch, weighing, collectives, epoch, weight_before, virtual_ranks
@@ -275,7 +276,7 @@ class _PendingGlobalBatch:
             weights[0] = weight_before
             for counted in self._counted:
                 # A repeat, which checks a device, is already counted on another rank.
-                if not counted.planned.micro_batch.is_repeat:
+                if not counted.corrected.micro_batch.is_repeat:
                     weights[_index_of_weight(counted)] += counted.weight
         has_other_rows = float(any(counted.has_other_rows for counted in self._counted))
         has_unknown_rows = float(any(counted.rows_are_unknown for counted in self._counted))
@@ -296,12 +297,19 @@ class _PendingGlobalBatch:
         sums = self._wait_for_sums()
         self._check_same_global_batch(sums.epochs, sums.positions)
 
-        # First case: the weights are those of the user's function.
-        row_counter = self._weighing.row_counter_for_weights
-        if row_counter is None:
+        row_counter = self._weighing.row_counter
+        weight_function = self._weighing.weight
+        if weight_function is not None or row_counter is None:
             return self._scaled(sums.weights)
+        return self._scaled_by_rows(sums, row_counter)
 
-        # Second case: each batch weighs its counted rows.
+    def _scaled_by_rows(
+        self, sums: _SumsOverRanks, row_counter: RowCounter
+    ) -> list[ReadMicroBatch]:
+        """Returns the micro-batches with their exact scales, if each batch weighs its counted rows.
+
+        Warns if rows cannot be counted, or are not one for each sample.
+        """
         first_planned, _ = self._global_batch[0]
         global_samples = first_planned.micro_batch.global_samples
         if sums.ranks_with_unknown_rows > 0:
@@ -354,17 +362,17 @@ class _PendingGlobalBatch:
             weights: the weight of each virtual rank's part, summed over all ranks. Without virtual
                 ranks, the list only has the weight of the whole global batch.
         """
-        # If a rank has no rows but another one has, its model must be called nevertheless, on an
-        # empty batch (`CountedBatch.batch`). If no rank has any, the loop gets what the collate
-        # function returned, as it would on a single device.
-        some_rank_has_rows = sum(weights) > 0
+        # If a rank has nothing to train on but another one has, its model must be called
+        # nevertheless, on an empty batch (`CountedBatch.batch`). If no rank has anything, the loop
+        # gets what the collate function returned, as it would on a single device.
+        some_rank_has_weight = sum(weights) > 0
 
         scaled = []
         for counted in self._counted:
             total_weight = self._total_weight(counted, weights)
             micro_batch = self._with_scale(counted, total_weight)
-            planned = counted.planned._replace(micro_batch=micro_batch)
-            batch = counted.batch if some_rank_has_rows else counted.collated
+            planned = counted.corrected._replace(micro_batch=micro_batch)
+            batch = counted.batch if some_rank_has_weight else counted.collated
             scaled.append((planned, batch))
         return scaled
 
@@ -386,17 +394,17 @@ class _PendingGlobalBatch:
             total_weight: `W`.
         """
         # If nothing has a weight, there is nothing to train on, and every loss counts 0.
-        has_weight = total_weight > 0
-        scale = 0.0
-        if has_weight:
-            # The optimizer gets a mean of gradients, which is their sum divided by their number. So
-            # each loss is multiplied by this number.
-            scale = counted.weight * self._num_averaged_gradients() / total_weight
+        micro_batch = counted.corrected.micro_batch
+        if total_weight == 0:
+            return replace(micro_batch, scale=0.0, plain=False)
 
-        # A micro-batch that is the whole global batch has the scale 1, unless it has no weight.
-        # `plain` then says that the user may call `loss.backward()`, without a factor.
-        needs_no_factor = self._is_one_micro_batch() and has_weight
-        return replace(counted.planned.micro_batch, scale=scale, plain=needs_no_factor)
+        # The gradients of the ranks are averaged: added up, and divided by their number. So each
+        # loss is multiplied by that number.
+        scale = counted.weight * self._num_averaged_gradients() / total_weight
+
+        # A micro-batch that is the whole global batch has the scale 1. `plain` says that the user
+        # may then call `loss.backward()`, without a factor.
+        return replace(micro_batch, scale=scale, plain=self._is_one_micro_batch())
 
     def _num_averaged_gradients(self) -> int:
         """Returns how many gradients are averaged before the optimizer steps."""

@@ -113,7 +113,7 @@ def blank_out_harmless_differences(
         commands: what `command_of_script` returned on each rank, in the order of the ranks.
         launch: how the ranks were started.
     """
-    aligned = _with_flags_of_places_last(commands, launch)
+    aligned = _with_rank_flags_last(commands, launch)
     if not _are_equally_long(aligned):
         return aligned  # nothing says which of their arguments belong together
 
@@ -142,9 +142,7 @@ def blank_out_harmless_differences(
     return blanked
 
 
-def _with_flags_of_places_last(
-    commands: Sequence[Sequence[str]], launch: Launch
-) -> list[list[str]]:
+def _with_rank_flags_last(commands: Sequence[Sequence[str]], launch: Launch) -> list[list[str]]:
     """Returns the arguments of each rank, so that those that belong together stand at one position.
 
     A flag such as --rank may be missing on some ranks. It goes last on all ranks, with 0 where it
@@ -207,15 +205,8 @@ def _with_missing_flag_last(commands: Sequence[list[str]]) -> list[list[str]]:
     if _are_equally_long(commands):
         return list(commands)
 
-    # Try each flag.
     for flag in _flags_in(max(commands, key=len)):
-        without_value = [command for command in commands if not _values_of_flag(command, flag)]
-        if not without_value:
-            continue  # no rank leaves it out
-
-        # In `train.py -v` the flag has no value, so it is a switch, and not the rank.
-        is_switch = any(flag in command for command in without_value)
-        if is_switch:
+        if not _some_ranks_leave_out(flag, commands):
             continue
 
         # It is the only flag that is missing if all commands are equally long with it.
@@ -223,6 +214,16 @@ def _with_missing_flag_last(commands: Sequence[list[str]]) -> list[list[str]]:
         if _are_equally_long(commands_with_flag):
             return commands_with_flag
     return list(commands)
+
+
+def _some_ranks_leave_out(flag: str, commands: Sequence[list[str]]) -> bool:
+    """True if a flag with a value, such as -rn in `train.py -rn 1`, is missing on some ranks.
+
+    In `train.py -v` the flag -v has no value, so it is a switch, and does not count.
+    """
+    commands_without_value = [command for command in commands if not _values_of_flag(command, flag)]
+    is_switch = any(flag in command for command in commands_without_value)
+    return bool(commands_without_value) and not is_switch
 
 
 def _are_equally_long(commands: Sequence[Sequence[str]]) -> bool:
@@ -295,7 +296,7 @@ def _may_differ(name: str, values: list[str], launch: Launch, *, is_only_differe
 
     # The number of the process or its machine: `--rank 1`, `--node_rank 1`.
     if _names_place(name):
-        return _are_numbers_of_places(name, numbers, launch)
+        return _are_ranks_as_named(name, numbers, launch)
 
     # The number of processes on the machine: `--nproc_per_node 2`.
     if _names_count(name):
@@ -309,7 +310,7 @@ def _may_differ(name: str, values: list[str], launch: Launch, *, is_only_differe
     return launch.has_macro and numbers == [place.local_rank for place in launch.places]
 
 
-def _are_numbers_of_places(name: str, numbers: list[int], launch: Launch) -> bool:
+def _are_ranks_as_named(name: str, numbers: list[int], launch: Launch) -> bool:
     """True if the numbers are ranks, local ranks, machines, or first ranks of machines.
 
     The examples below are of four ranks, of which two are on each of two machines.

@@ -94,7 +94,7 @@ def open_group(
         SettingError: the user named an interface that does not exist, or no interface can be
             chosen, or MPI numbers the ranks differently.
     """
-    _import_modules_that_hold_the_open_group()  # while no group is open
+    _import_what_would_keep_group_open()
 
     if backend == "mpi":
         _open_mpi_group(topology, timeout)
@@ -121,12 +121,13 @@ def open_group(
     return choices
 
 
-def _import_modules_that_hold_the_open_group() -> None:
-    """Imports `torch.distributed.nn.functional` while no group is open.
+def _import_what_would_keep_group_open() -> None:
+    """Imports a module that would keep the group open if it were imported later.
 
-    Its functions have an argument whose default value is the default group at the time of the
-    import. DDP imports the module. If a group were open by then, it would stay open, with its
-    threads, until the process ends (see `ExactDDP.release` for what such a thread can do).
+    It is `torch.distributed.nn.functional`, which DDP imports. Its functions have an argument whose
+    default value is the default group at the time of the import. If a group were open by then, it
+    would stay open, with its threads, until the process ends (see `ExactDDP.release` for what such
+    a thread can do).
     """
     import_module("torch.distributed.nn.functional")
 

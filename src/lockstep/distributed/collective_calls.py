@@ -295,15 +295,16 @@ def pack_nest(value: Any) -> PackedNest:
     """
     leaves, spec = pytree.tree_flatten(value)
     problem = describe_call("broadcast", leaves, spec).problem
+    if problem is not None:
+        return PackedNest(form={}, tensors=[], problem=problem)
 
-    structure = _serialize(spec)
-    if problem is None and structure is None:
+    structure = _serialize_if_possible(spec)
+    if structure is None:
         problem = (
             "world.broadcast of a nest",
             _describe_unsendable_part(value),
             "send plain dictionaries with text as keys, lists and tuples",
         )
-    if problem is not None:
         return PackedNest(form={}, tensors=[], problem=problem)
 
     tensors = []
@@ -319,7 +320,7 @@ def pack_nest(value: Any) -> PackedNest:
     return PackedNest(form, tensors, problem=None)
 
 
-def _serialize(spec: pytree.TreeSpec) -> str | None:
+def _serialize_if_possible(spec: pytree.TreeSpec) -> str | None:
     """Returns the structure of a nest as text; None if it cannot be restored from the text."""
     try:
         structure = pytree.treespec_dumps(spec)
@@ -337,7 +338,7 @@ def _describe_unsendable_part(value: Any) -> str:
     place, part = _find_unsendable_part(value, "value")
     if isinstance(part, dict):
         for key in part:
-            if _serialize(pytree.tree_structure({key: 0})) is None:
+            if _serialize_if_possible(pytree.tree_structure({key: 0})) is None:
                 return f"{place} has the key {key!r}, which cannot be sent"
     return f"{place} is {describe_type(part)}, whose structure cannot be sent"
 
@@ -350,7 +351,7 @@ def _find_unsendable_part(part: Any, place: str) -> tuple[str, Any]:
         place: how Python writes its place, such as `value['a']`.
     """
     for name, child in _named_children(part):
-        if _serialize(pytree.tree_structure(child)) is None:
+        if _serialize_if_possible(pytree.tree_structure(child)) is None:
             return _find_unsendable_part(child, place + name)
     return place, part
 
@@ -421,11 +422,12 @@ def calls_differ_error(calls: Sequence[CallDescription]) -> RanksDifferError:
 def _describe_call_of_each_rank(calls: Sequence[CallDescription]) -> list[str]:
     """Describes the calls: `["rank 0: sum of float32[2]", "rank 1: sum of float32[3]"]`.
 
+    If the ranks have called the same collective with nests of different structures, the texts also
+    show these: `"rank 0: sum of float32[2] in TreeSpec(dict, ['loss'], [*])"`.
+
     Args:
         calls: the call of each rank, in the order of the ranks.
     """
-    # If the ranks have called the same collective, the structures of the nests may be the only
-    # difference. Then they are shown, too: "... in TreeSpec(dict, ['loss'], [*])".
     structures = {call.structure for call in calls}
     collective_names = {call.name for call in calls}
     shows_structures = len(structures) > 1 and len(collective_names) == 1
@@ -433,16 +435,19 @@ def _describe_call_of_each_rank(calls: Sequence[CallDescription]) -> list[str]:
 
     texts = []
     for rank, call in enumerate(calls):
-        # Users never call "exchange" themselves, so only their own call says something to them.
-        if call.name == "exchange" and call.user_call:
-            description = call.user_call
-        else:
-            description = str(call)
-        # The description of a long list begins with its structure already.
+        description = _describe_as_users_call(call)
+        # The description of a long list already begins with its structure.
         if shows_structures and call.structure not in description:
             description += f" in {shortened[call.structure]}"
         texts.append(f"rank {rank}: {description}")
     return texts
+
+
+def _describe_as_users_call(call: CallDescription) -> str:
+    """Describes a call; an exchange, which users never call, by the call that led to it."""
+    if call.name == "exchange" and call.user_call:
+        return call.user_call
+    return str(call)
 
 
 def _gathers_list_of_texts(call: CallDescription) -> bool:

@@ -459,10 +459,8 @@ class Collectives:
         # Only Lockstep itself makes exchanges, at points that all ranks reach.
         is_called_by_user = call.name != "exchange"
         if is_called_by_user:
-            self.check_all_ranks_call(
-                f"world.{call.name}",
-                "sum up inside the loop and call the collective once, after it",
-            )
+            advice = "sum up inside the loop and call the collective once, after it"
+            self.check_all_ranks_call(f"world.{call.name}", advice_in_evaluation=advice)
 
         # Inside a block of `main_process_first` the ranks do not run together.
         call_for_message = f"{call.name} {call.detail}".rstrip()
@@ -481,7 +479,8 @@ class Collectives:
     def check_all_ranks_call(self, action: str, advice_in_evaluation: str) -> None:
         """Raises UsageError if not all ranks reach this point of the script equally often.
 
-        They would then not call the collective, or call it for another batch.
+        A collective would wait forever for a rank that does not call it, or meet the call of that
+        rank for another batch.
 
         Args:
             action: what needs all ranks, such as "world.sum", for the message.
@@ -527,20 +526,18 @@ class Collectives:
         own_histories = [history.history_details() for history in self.rank_histories]
         answers = self._exchange([call_with_script_line, own_histories])
 
-        # First compare the histories.
-        self._compare_histories([histories for _, histories in answers])
+        self._check_histories_are_compatible([histories for _, histories in answers])
 
-        # Then compare the calls, which may be made at another line of the script on each rank. If
-        # they are equal, only the histories differed, in a harmless way.
+        # The calls may be equal although each rank makes its own at another line of the script.
+        # Then only the histories differed, in a harmless way.
         calls = [CallDescription.from_json(call_fields) for call_fields, _ in answers]
         calls_without_script_line = {other._replace(user_call=None) for other in calls}
         if len(calls_without_script_line) == 1:
             return self._same_leaves_on_all_ranks(call)
 
-        # Raises an error if the calls differ in a way that is not allowed.
-        return self._check_leaves_are_compatible(calls, is_compatible)
+        return self._leaves_if_compatible(calls, is_compatible)
 
-    def _compare_histories(self, histories_of_ranks: Sequence[list[Any]]) -> None:
+    def _check_histories_are_compatible(self, histories_of_ranks: Sequence[list[Any]]) -> None:
         """Raises an error if the histories of the ranks differ, unless the difference is harmless.
 
         Args:
@@ -549,24 +546,25 @@ class Collectives:
         for index, history in enumerate(self.rank_histories):
             history.compare_histories([histories[index] for histories in histories_of_ranks])
 
-    def _check_leaves_are_compatible(
+    def _leaves_if_compatible(
         self,
         calls: Sequence[CallDescription],
         is_compatible: Callable[[Sequence[LeafDescription]], bool] | None,
     ) -> list[tuple[LeafDescription, ...]]:
-        """Checks that the calls, which differ, do so in their leaves only and in an allowed way.
+        """Returns the leaves of calls that differ, if they differ in an allowed way.
 
         Args:
             calls: the call of each rank.
             is_compatible: function that takes the descriptions of one leaf on all ranks, and
-                returns True if their differences are allowed. None allows none: this then raises.
+                returns True if their differences are allowed. None if no difference is.
 
         Returns:
             For each rank, the descriptions of the leaves that it passed.
 
         Raises:
             UsageError: all ranks called the same collective, but one of them cannot take part.
-            RanksDifferError: the calls differ.
+            RanksDifferError: the calls differ in something else than their leaves, or in leaves
+                that are not compatible.
         """
         # If all ranks called the same collective, but one cannot take part, all raise its error.
         if len({call.name for call in calls}) == 1:
@@ -763,9 +761,9 @@ class _GatherWithGradient(torch.autograd.Function):
         ctx.shape = tensor.shape
         ctx.contributes = collectives.contributes
 
-        # The result has the rows of rank 0, then those of rank 1, and so on. The ranks that
-        # contribute come first, so on such a rank the rows of all ranks before it are in the
-        # result. On the others, `backward` does not use these two numbers.
+        # The result has the rows of rank 0, then those of rank 1, and so on. If rank 0 has 2 rows
+        # and rank 1 has 3, then rank 1 has first_row 2 and num_rows 3. (The ranks that do not
+        # contribute come last, and `backward` does not use these numbers there.)
         rank = collectives.topology.rank
         ctx.first_row = sum(rows_of_rank[:rank])
         ctx.num_rows = rows_of_rank[rank]
@@ -820,8 +818,8 @@ def _error_naming_users_call(error: RanksDifferError) -> RanksDifferError:
     if called is None:
         return error
 
-    # A rank that calls a collective while it handles an error, for example in `finally`, is apart
-    # from the others because of that error.
+    # A rank that calls the collective in a `finally`, for example, may only have come there because
+    # of another error. Then that error is the cause.
     handled_error = _error_being_handled(error)
     if handled_error is None:
         advice = advise_call_on_all_ranks([called])
@@ -918,19 +916,14 @@ def exchange_on_all_ranks(
     collectives.check_all_ranks_call(action, "do it after the loop")
 
     failure: Exception | None = None
-    message: dict[str, Any]
     try:
         result, answer = work()
-        message = {"answer": answer}
-    except LockstepError as error:
-        failure = error
-        message = {"error": (error.was_set, error.found, error.do)}  # the three parts of its text
+        own_message = {"answer": answer}
     except Exception as error:  # of any type, as the other ranks must not wait for this rank
         failure = error
-        found = f"{type(error).__name__}: {error}"
-        message = {"error": (action, found, "see the traceback of that rank")}
+        own_message = {"error": _parts_of_text(error, action)}
 
-    messages = collectives.exchange(message)
+    messages = collectives.exchange(own_message)
     if failure is not None:
         raise failure
 
@@ -939,6 +932,19 @@ def exchange_on_all_ranks(
             was_set, found, do = message["error"]
             raise error_type(was_set, f"rank {rank}: {found}", do, of_rank=rank)
     return result, [message["answer"] for message in messages]
+
+
+def _parts_of_text(error: Exception, action: str) -> tuple[str, str, str]:
+    """Returns the three parts of the text with which the other ranks raise an error of this rank.
+
+    Args:
+        error: the error.
+        action: what this rank was doing.
+    """
+    if isinstance(error, LockstepError):
+        return error.was_set, error.found, error.do
+    found = f"{type(error).__name__}: {error}"
+    return action, found, "see the traceback of that rank"
 
 
 def check_same_metric(setting: str, values: Sequence[Any], code: str | None = None) -> None:

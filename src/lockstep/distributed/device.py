@@ -108,17 +108,20 @@ def _choose_gpu_by_local_rank(
 
     # Two processes may now have the same GPU: there may be fewer GPUs than processes, or the
     # visible devices may be MIG slices of one GPU. NCCL mostly refuses that.
-    too_few = topology.local_size > num_gpus
+    sees_too_few = topology.local_size > num_gpus
     has_slices = topology.local_size > 1 and any(map(_is_mig_slice, range(num_gpus)))
-    may_collide = too_few or has_slices
+    may_collide = sees_too_few or has_slices
     sharing_is_allowed = may_share or _nccl_shares_gpus(environ)
-    if may_collide and not sharing_is_allowed:
-        if not _processes_see_different_gpus(index, exchange_on_machine):
-            raise _too_few_gpus_error(topology, num_gpus, environ, has_slices=has_slices)
-        # A scheduler may show each process one GPU of its own. Then each sees fewer GPUs than there
-        # are processes, and yet there are enough.
-        if too_few:
-            reason = "the one that this process is shown"
+    if sharing_is_allowed or not may_collide:
+        return index, reason
+
+    if not _processes_see_different_gpus(index, exchange_on_machine):
+        raise _too_few_gpus_error(topology, num_gpus, environ, has_slices=has_slices)
+
+    # A scheduler may show each of 4 processes one GPU of its own. Each then sees too few, and takes
+    # GPU 0, and yet they are different ones.
+    if sees_too_few:
+        return index, "the one that this process is shown"
     return index, reason
 
 

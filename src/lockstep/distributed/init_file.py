@@ -114,12 +114,14 @@ def _reason_file_is_stale(content: bytes, age_s: float, timeout_s: float) -> str
     """
     own_start = psutil.Process().create_time()
     ended = [request for request in _find_requests(content) if _has_ended(request)]
+
+    # Rank 0 of this run may have decided that it cannot start. Other ranks have read that, and
+    # ended. This process must read it, too, so the file is not stale.
+    rank_0_decided_against_start = ERROR_MARK.encode() in content
+    if ended and rank_0_decided_against_start and _were_started_at(ended, own_start):
+        return ""
+
     if ended:
-        # The ranks that have ended may be of this run: its rank 0 has decided that it cannot start,
-        # and they have read that. Then this process must read it, too.
-        rank_0_decided_against_start = ERROR_MARK.encode() in content
-        if rank_0_decided_against_start and _were_started_at(ended, own_start):
-            return ""
         return f"written by {ended[0].process}, which has ended"
 
     # Otherwise ranks of this run may be joining just now. They wait `timeout_s` seconds for this

@@ -280,10 +280,10 @@ class Join:
             request: this process's own request.
             num_members: the number of members, which is the world size of the run.
         """
-        # Usually this is the member that has the same rank. If this process came to the wrong run,
-        # its rank may be too large, such as 5 in a run of 4. Then any member will do, since the
-        # error only names a process of that run.
-        member_rank = request.rank % num_members
+        # Compare with the member of the same rank. If this process came to the wrong run, there may
+        # be none: it has rank 5, say, and the run has 4 ranks. Then the error names rank 0.
+        run_has_this_rank = request.rank < num_members
+        member_rank = request.rank if run_has_this_rank else 0
 
         # Each process that comes to the store gets a number of its own, and rank 0 writes down the
         # number of the member with each rank.

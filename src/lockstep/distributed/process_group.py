@@ -190,13 +190,7 @@ def join_run(
 
     topology = _find_topology(environ, settings.init_method, rank, world_size)
     set_rank(topology.rank if topology.size > 1 else None)  # errors name this rank from here on
-
-    if topology.size == 1 and number_among_spawned() == 1:  # one of them says it for all
-        warn(
-            "lockstep.init in a process of torch.multiprocessing.spawn",
-            "this is a run of one rank, so each of the processes trains alone",
-            "call the function without spawn, and start the script with lockstep run --nproc N",
-        )
+    _warn_if_spawned_alone(topology)
 
     joined = None
     try:
@@ -216,6 +210,21 @@ def join_run(
 
     _current_run = run
     return run, choices
+
+
+def _warn_if_spawned_alone(topology: Topology) -> None:
+    """Warns if `torch.multiprocessing.spawn` has started processes that each are a run of one rank.
+
+    Only one of these processes warns.
+    """
+    is_alone = topology.size == 1
+    is_one_that_warns = number_among_spawned() == 1
+    if is_alone and is_one_that_warns:
+        warn(
+            "lockstep.init in a process of torch.multiprocessing.spawn",
+            "this is a run of one rank, so each of the processes trains alone",
+            "call the function without spawn, and start the script with lockstep run --nproc N",
+        )
 
 
 @contextmanager

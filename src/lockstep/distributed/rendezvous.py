@@ -226,8 +226,7 @@ def _open_store(
         store = open_file(location, topology.size, timeout)
         return _OpenedStore(store, f"file://{location}", served_by_rank_0=False, file=location)
 
-    # A store that the launcher serves at the master's address: all ranks connect to it. With an
-    # init method of their own, they meet at another address.
+    # A store that the launcher serves at the master's address: all ranks connect to it.
     is_master_address = (
         location.host == topology.master_addr and location.port == topology.master_port
     )
@@ -237,7 +236,8 @@ def _open_store(
         store = connect(location, timeout)
         return _OpenedStore(store, location_text, served_by_rank_0=False, file=None)
 
-    # Any other address: rank 0 serves the store, and the other ranks connect to it.
+    # Any other address, for example one that the script has passed as `init_method`: rank 0 serves
+    # the store, and the other ranks connect to it.
     if topology.is_main:
         store = _serve_or_connect(location, topology, manifest, timeout, attempt)
     else:
@@ -369,9 +369,11 @@ def _connect_to_other_rank_0(
     """Connects to the store at a port if it is that of another rank 0 of this run.
 
     It is called if the port at which this rank 0 wanted to serve its store is taken: perhaps by a
-    second rank 0 of the same run, started by mistake. Then the join protocol, which needs the store
-    that this returns, reports the mistake to both. Each rank 0 of Lockstep writes its request into
-    its store, and later its decision whether the run starts.
+    second rank 0 of the same run, started by mistake. The join protocol reports that mistake to
+    both, so they must meet at one store.
+
+    Each rank 0 of Lockstep writes its request into its store, and later its decision whether the
+    run starts. A rank 0 that has another command, or has decided already, belongs to another run.
 
     The arguments and errors are those of `_serve_or_connect`.
     """
@@ -382,8 +384,9 @@ def _connect_to_other_rank_0(
         raise network.port_taken_error(endpoint)
 
     other = read_request(run_store, "rank 0")
-    other_has_decided = run_store.check(["decision"])  # whether its run starts
-    if other_has_decided or not _has_same_command(other, manifest, topology):
+    has_decided = run_store.check(["decision"])
+    is_of_same_run = _has_same_command(other, manifest, topology) and not has_decided
+    if not is_of_same_run:
         arguments = other.manifest.get("arguments")
         owner = f"another Lockstep run: {other.process}"
         if arguments:
@@ -452,8 +455,8 @@ def connect(endpoint: Endpoint, timeout: float) -> Store:
             "rank 0", endpoint, lookup.why_no_store, address=lookup.address, tried=timeout
         )
 
-    # A store answers there, so torch's client can connect to it. It gets at least as long as one
-    # attempt, even if the store was found at the last moment.
+    # A store answers there, so torch's client can connect to it. If the store was found at the last
+    # moment, the client still gets the time of one attempt.
     remaining_s = max(deadline - time.monotonic(), ATTEMPT_TIMEOUT_S)
     try:
         return TCPStore(

@@ -149,7 +149,7 @@ class Autotune(Extension):
         search = AutotuneSearch(self.run, self.plan, plan_of_loader, num_samples, calls, optimizers)
 
         # A value is open if this loader is to find it, and no other loader has found it before.
-        request = plan_of_loader.request
+        request = plan_of_loader.autotune_request
         must_find_shares = request.shares_are_open
         must_find_size = request.micro_batch_size_is_open
 

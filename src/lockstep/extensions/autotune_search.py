@@ -105,7 +105,7 @@ class AutotuneSearch:
         # A device that computes one micro-batch after the other can have a part of any size.
         has_micro_batches = (
             self._division.micro_batch_size is not None
-            or self._division.request.micro_batch_size_is_open
+            or self._division.autotune_request.micro_batch_size_is_open
         )
         no_limits: list[int | None] = [None] * self._num_devices
 
@@ -276,7 +276,7 @@ class AutotuneSearch:
             UsageError: on all ranks, if the function failed on one of them.
         """
         collectives = self._run.collectives
-        shares_are_searched = self._division.request.shares_are_open
+        shares_are_searched = self._division.autotune_request.shares_are_open
         setting = "shares='auto'" if shares_are_searched else "micro_batch_size='auto'"
 
         def call_for_local_devices() -> list[Any]:

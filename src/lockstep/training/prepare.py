@@ -274,7 +274,7 @@ class Preparer:
         loader = make_loader(
             source,
             plan=MicroBatchPlan(
-                request=request,
+                autotune_request=request,
                 batch_size=source.batch_size,
                 sizes_vary=source.batch_sampler is not None,
                 data_parallel=self.run.collectives.data_parallel,
