@@ -390,7 +390,12 @@ def resumed(folder: str, sizes: tuple[int, ...], method: Any, resume: bool) -> A
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param("bf16", marks=pytest.mark.thorough), "int8", "powersgd"]
+    "method",
+    [
+        pytest.param("bf16", marks=pytest.mark.thorough),
+        pytest.param("int8", marks=pytest.mark.thorough),
+        "powersgd",
+    ],
 )
 def test_what_is_not_sent_yet_is_in_checkpoints(tmp_path: Any, method: str) -> None:
     expected = run_ranks(resumed, 4, str(tmp_path), (2, 2), method, False)

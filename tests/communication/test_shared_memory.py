@@ -228,7 +228,7 @@ def on_machines(*sizes: int) -> tuple[list[Tensor], list[Tensor], str]:
     [
         ((2, 2), "through shared memory 2 ranks a machine sum up there"),
         ((2, 1), "through the backend 1 or 2 ranks a machine"),
-        ((1, 1), "through the backend 1 rank a machine"),
+        pytest.param((1, 1), "through the backend 1 rank a machine", marks=pytest.mark.thorough),
     ],
 )
 def test_between_machines_each_rank_sends_its_part(sizes: tuple[int, ...], line: str) -> None:

@@ -62,7 +62,7 @@ def train(folder: Path, stop: int | None = None, stream: bool = False, kill: boo
     return steps
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_run_that_was_killed_and_taken_up_on_other_numbers_of_ranks(stream, tmp_path):
     with pytest.raises(RankFailed):
         run_ranks(train, 2, tmp_path, 8, stream)

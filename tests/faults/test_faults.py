@@ -52,6 +52,8 @@ RARE = {
     "a lock of a file between the ranks",
     "shared memory: a rank waits in a collective of torch's",
     "training in a thread",
+    "a rank waits for a signal",
+    "a thread downloads",
 }
 """Close to others, which are tried each time."""
 

@@ -258,7 +258,7 @@ with started("wait", "stubborn", "session", make=make) as (fork_server, pids, re
 """
 
 
-@pytest.mark.parametrize("how", ["fresh", "copy"])
+@pytest.mark.parametrize("how", ["fresh", pytest.param("copy", marks=pytest.mark.thorough)])
 def test_nothing_outlives_a_launcher_that_was_killed(how: str) -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, os.path.dirname(__file__), how],

@@ -95,7 +95,7 @@ print("hello", name, sys.stdin.isatty(), sys.stdout.isatty())
 """
 
 
-@pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
+@pytest.mark.parametrize("warm", ["--warm", pytest.param("--no-warm", marks=pytest.mark.thorough)])
 def test_pdb_and_input_work_in_the_only_rank(tmp_path: Path, shell: Shell, warm: str) -> None:
     (tmp_path / "script.py").write_text(DEBUGGED)
     shell.types(f"{COMMAND} {warm} script.py; echo code $?\n")

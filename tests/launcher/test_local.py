@@ -90,7 +90,7 @@ def test_a_module_is_run_with_the_users_own_variables(tmp_path: Path) -> None:
     assert (seen["OMP_NUM_THREADS"], seen["WORLD_SIZE"]) == ("3", "1")
 
 
-@pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
+@pytest.mark.parametrize("warm", ["--warm", pytest.param("--no-warm", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals, warm: str) -> None:
     with started(tmp_path, WAITS, warm, "--nproc=2") as (launcher, processes):

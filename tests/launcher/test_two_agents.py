@@ -260,7 +260,7 @@ def test_fresh_interpreters_meet_by_c10d(
     check_training(tmp_path, nproc=1)
 
 
-@pytest.mark.parametrize("kind", ["static", "c10d"])
+@pytest.mark.parametrize("kind", [pytest.param("static", marks=pytest.mark.thorough), "c10d"])
 def test_all_ranks_start_again_and_go_on_from_the_checkpoint(
     machines: tuple[Machine, Machine], make: Make, tmp_path: Path, kind: str
 ) -> None:

@@ -83,7 +83,7 @@ def facts(folder: Path, done: subprocess.CompletedProcess[str]) -> dict[str, Any
     return found
 
 
-@pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
+@pytest.mark.parametrize("warm", ["--warm", pytest.param("--no-warm", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("how", ["script", "folder", "module", "package"])
 def test_a_script_sees_what_it_sees_under_python(tmp_path: Path, how: str, warm: str) -> None:
     (tmp_path / "sub").mkdir()
@@ -109,7 +109,7 @@ def test_a_script_sees_what_it_sees_under_python(tmp_path: Path, how: str, warm:
     assert ours == plain
 
 
-@pytest.mark.parametrize("warm", ["--warm", "--no-warm"])
+@pytest.mark.parametrize("warm", ["--warm", pytest.param("--no-warm", marks=pytest.mark.thorough)])
 def test_what_ends_a_script_ends_it_as_under_python(tmp_path: Path, warm: str) -> None:
     script = tmp_path / "script.py"
     cases = [

@@ -278,7 +278,11 @@ def test_error_of_the_loader_passes_through(capsys: pytest.CaptureFixture[str]) 
     assert "stopped after 2 of 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["in the for", "in a variable"])
+@pytest.mark.parametrize(
+    "held",
+    [pytest.param(False, marks=pytest.mark.thorough), True],
+    ids=["in the for", "in a variable"],
+)
 def test_uncaught_exception_has_the_last_word_and_no_bar_is_left(held: bool) -> None:
     script = """
 import builtins, sys

@@ -265,7 +265,7 @@ def alone() -> dict[str, Any]:
     ("size", "part"),
     [
         (2, slice(None)),
-        (3, slice(0, None, 2)),
+        pytest.param(3, slice(0, None, 2), marks=pytest.mark.thorough),
         pytest.param(3, slice(1, None, 2), marks=pytest.mark.thorough),
     ],
 )

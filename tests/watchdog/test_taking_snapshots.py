@@ -287,7 +287,7 @@ def has_returned(made: Path) -> bool:
     "call",
     [
         sem_wait,
-        sem_timedwait,
+        pytest.param(sem_timedwait, marks=pytest.mark.thorough),
         pytest.param(poll, marks=pytest.mark.thorough),
         pytest.param(nanosleep, marks=pytest.mark.thorough),
     ],
