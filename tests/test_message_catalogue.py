@@ -265,9 +265,12 @@ def translated_value(field: str, value: str) -> str:
         return re.sub(r"\Aan? ", "", value)
 
     def translate(text: str) -> str:
-        cache = language.Cache(single_words_stay_english=False)
-        may_be_word = name in language.FIELDS_OF_CATALOGUED_WORDS
-        return chinese_catalogue()._translate_text(text, cache, may_be_word=may_be_word).text
+        cache = language.Cache(single_words_are_names=False)
+        words_are_names = name not in language.FIELDS_OF_CATALOGUED_WORDS
+        translation = chinese_catalogue()._translate_text(
+            text, cache, single_words_are_names=words_are_names
+        )
+        return translation.text
 
     if name in language.FIELDS_OF_JOINED_ITEMS:
         return language.CHINESE_AND.join(map(translate, value.split(language.AND)))

@@ -352,7 +352,7 @@ def translate_names(text: str) -> str:
     """
     if language() == ENGLISH:
         return text
-    return chinese_catalogue().translate(text, may_be_word=False)
+    return chinese_catalogue().translate(text, single_words_are_names=True)
 
 
 def translate_heading(text: str) -> str:
@@ -373,7 +373,7 @@ def heading_in_language(text: str, in_language: InLanguage) -> str:
 def comma_in_language(in_language: InLanguage) -> str:
     """Returns a comma with the space behind it, which a Chinese comma has in itself."""
     is_english = in_language is in_english or language() == ENGLISH
-    return ", " if is_english else "，"
+    return ", " if is_english else SEPARATORS[", "]
 
 
 @functools.cache
@@ -461,6 +461,10 @@ class Translation:
     catalogue does not have. "rank" and numbers with their units are the same in both languages and
     are not listed."""
 
+    def leaves_english_at(self, position: int) -> bool:
+        """Returns True if an untranslated part of the English text touches a position in it."""
+        return any(begin <= position <= end for begin, end in self.untranslated)
+
 
 def are_within(spans: Sequence[Span], outer_spans: Sequence[Span]) -> bool:
     """Returns True if each of `spans` that is not empty lies within `outer_spans`.
@@ -531,8 +535,8 @@ class Template:
             text: text that is matched with the template.
             field_number: number of the first field to match.
             begin: where the value of this field begins.
-            dead_ends: pairs of `field_number` and `begin` for which nothing was found before.
-                This call adds its own pair if it finds nothing.
+            dead_ends: pairs of `field_number` and `begin` from which no way leads to the end of the
+                text. They are not tried again.
         """
         if field_number == len(self.fields):  # all fields have a value
             yield ()
@@ -542,17 +546,19 @@ class Template:
 
         was_found = False
         for end in self._possible_ends(text, field_number, begin):
-            literal_behind = self.literals[field_number + 1]  # literal 0 stands before field 0
-            begin_of_next_field = end + len(literal_behind)
+            begin_of_next_field = end + len(self._literal_behind(field_number))
             for later_spans in self._match_fields_from(
                 text, field_number + 1, begin_of_next_field, dead_ends
             ):
                 was_found = True
                 yield ((begin, end), *later_spans)
 
-        # All ends were tried, and none fits. The same field is not tried again from this place.
         if not was_found:
             dead_ends.add((field_number, begin))
+
+    def _literal_behind(self, field_number: int) -> str:
+        """Returns what the template has behind a field: literal 0 stands before field 0."""
+        return self.literals[field_number + 1]
 
     def _possible_ends(self, text: str, field_number: int, begin: int) -> Iterator[int]:
         """Yields where the value of a field may end: where the literal behind the field begins.
@@ -561,7 +567,7 @@ class Template:
         `num` ends where " ranks" begins. Behind the last field, this is the literal at the end of
         the text; behind any other field, every occurrence of the literal counts.
         """
-        literal_behind = self.literals[field_number + 1]  # literal 0 stands before field 0
+        literal_behind = self._literal_behind(field_number)
         is_last_field = field_number == len(self.fields) - 1
         if is_last_field:
             end = len(text) - len(literal_behind)
@@ -597,8 +603,8 @@ class Cache:
     several times is translated once.
     """
 
-    single_words_stay_english: bool
-    """True for a list of the user's names: in "losses, hooks" no single word is a message, even if
+    single_words_are_names: bool
+    """True for a list of the user's names: in "losses, hooks" no single word is translated, even if
     the catalogue has that word."""
     translations: dict[str, Translation | None] = field(default_factory=dict)
     """The translation of each part that is one message; None for a part that is no message."""
@@ -612,7 +618,7 @@ class Cache:
 
     def of_next_message(self) -> Cache:
         """Returns an empty cache: the limit of `is_full` holds for each message of a text."""
-        return Cache(self.single_words_stay_english)
+        return Cache(self.single_words_are_names)
 
 
 @dataclass(frozen=True)
@@ -671,34 +677,38 @@ class Catalogue:
                 self._texts[message.format()] = translation.format()
         self._templates.sort(key=lambda template: -template.num_literal_chars)
 
-    def translate(self, text: str, *, may_be_word: bool = True) -> str:
+    def translate(self, text: str, *, single_words_are_names: bool = False) -> str:
         """Returns a text in the language of the catalogue, as far as the catalogue has it.
 
         Args:
             text: English text that is shown.
-            may_be_word: whether a single word, alone or in a list, may be a message. If not, it is
-                a name of the user's.
+            single_words_are_names: True if a single word, alone or in a list, is a name of the
+                user's and stays English.
         """
-        cache = Cache(single_words_stay_english=not may_be_word)
-        return self._translate_text(text, cache, may_be_word=may_be_word).text
+        cache = Cache(single_words_are_names)
+        translation = self._translate_text(
+            text, cache, single_words_are_names=single_words_are_names
+        )
+        return translation.text
 
     def translate_whole(self, text: str) -> str:
         """Returns the translation of a text that is one message; any other stays English."""
-        cache = Cache(single_words_stay_english=False)
+        cache = Cache(single_words_are_names=False)
         translation = self._translate_message(text, cache)
         return text if translation is None else translation.text
 
-    def _translate_text(self, text: str, cache: Cache, *, may_be_word: bool) -> Translation:
+    def _translate_text(
+        self, text: str, cache: Cache, *, single_words_are_names: bool
+    ) -> Translation:
         """Translates a text as one message or, if it is none, part by part.
 
         Args:
             text: text that is shown, or a part of such a text.
             cache: translations found so far.
-            may_be_word: whether a single word may be a message; False if it is a name of the
-                user's.
+            single_words_are_names: True if a single word is a name of the user's and stays English.
         """
         stripped = text.strip()
-        if _stays_english(stripped, may_be_word=may_be_word):
+        if _stays_english(stripped, single_words_are_names=single_words_are_names):
             return _leave_in_english(text)
 
         # A message can begin or end with a space if a value at its end is empty: "{note} steps"
@@ -711,7 +721,9 @@ class Catalogue:
 
         translation = self._translate_message(stripped, cache)
         if translation is None:
-            translation = self._translate_parts(stripped, cache, may_be_word=may_be_word)
+            translation = self._translate_parts(
+                stripped, cache, single_words_are_names=single_words_are_names
+            )
         return _with_spaces_of(text, translation)
 
     def _translate_message(self, text: str, cache: Cache) -> Translation | None:
@@ -744,7 +756,8 @@ class Catalogue:
         A reading is a template with the values of its fields. There may be several. With the
         template "all ranks {do} for {reason}", the text "all ranks wait for each other for a batch"
         has the readings ("wait", "each other for a batch") and ("wait for each other", "a batch").
-        If the readings that count differ in Chinese, the text stays English.
+        Nothing shows which of them was meant, so the text is translated only if all readings with
+        the best templates say the same in Chinese. Otherwise it stays English.
         """
         readings = self._find_readings(text, cache)
 
@@ -752,16 +765,13 @@ class Catalogue:
         # cannot be compared.
         if cache.is_full:
             return _leave_in_english(text)
-
-        best_readings = _best_readings(readings)
-        if not best_readings:
+        if not readings:
             return None
 
-        # A template counts if one of its readings is among the best, and then all its readings do:
-        # nothing shows which of the two readings in the example above was meant.
-        templates_that_count = [reading.template for reading in best_readings]
-        readings_that_count = [each for each in readings if each.template in templates_that_count]
-        if _certainly_say_the_same(readings_that_count, text):
+        best_readings = _best_readings(readings)
+        best_templates = [reading.template for reading in best_readings]
+        plausible_readings = [each for each in readings if each.template in best_templates]
+        if _certainly_say_the_same(plausible_readings, text):
             return best_readings[0].translation
         return _leave_in_english(text)
 
@@ -795,8 +805,7 @@ class Catalogue:
         untranslated: list[Span] = []
         for field_name, span in zip(template.fields, spans, strict=True):
             name = name_of_value(field_name)
-            has_article = name in FIELDS_WITH_ARTICLE  # "a Linear"
-            begin, end = _span_without_article(text, span) if has_article else span
+            begin, end = _span_of_value(name, text, span)
             value = self._translate_value(name, text[begin:end], cache)
             values[field_name] = value.text
 
@@ -815,33 +824,38 @@ class Catalogue:
             text: the value, without an article.
             cache: translations found so far.
         """
-        if name in FIELDS_WITH_ARTICLE:  # it is the name of a class, even if it is "batch"
-            return _leave_in_english(text)
-
-        # A value of a single word is usually a name of the user's: a parameter may be called
-        # `gradients`. Only a few fields hold single words that are to be translated, and even
-        # these stay English if the caller of `translate` has asked for that.
-        may_be_word = name in FIELDS_OF_CATALOGUED_WORDS and not cache.single_words_stay_english
-        if name in FIELDS_OF_JOINED_ITEMS:
-            return self._translate_items(text, cache, may_be_word=may_be_word)
+        if name in FIELDS_WITH_ARTICLE:
+            return _leave_in_english(text)  # the name of a class, which may be called `batch`
         if name in FIELDS_OF_TABLES:
             return self._translate_table(text, cache)
         if name in FIELDS_OF_HEADLINES:
             return _translate_headline(text)
-        return self._translate_text(text, cache, may_be_word=may_be_word)
 
-    def _translate_items(self, text: str, cache: Cache, *, may_be_word: bool) -> Translation:
+        # A value of a single word is usually a name of the user's: a parameter may be called
+        # `gradients`. Only a few fields hold single words that are to be translated, and even
+        # these stay English if the caller of `translate` has asked for that.
+        words_are_names = cache.single_words_are_names or name not in FIELDS_OF_CATALOGUED_WORDS
+        if name in FIELDS_OF_JOINED_ITEMS:
+            return self._translate_items(text, cache, single_words_are_names=words_are_names)
+        return self._translate_text(text, cache, single_words_are_names=words_are_names)
+
+    def _translate_items(
+        self, text: str, cache: Cache, *, single_words_are_names: bool
+    ) -> Translation:
         """Translates each item of a list: "a collective and barrier" gives "集合通信和 barrier".
 
         Args:
             text: the items, with `AND` between them.
             cache: translations found so far.
-            may_be_word: whether an item that is a single word may be a message.
+            single_words_are_names: True if an item that is a single word stays English.
         """
         items = text.split(AND)
         translations = []
         for item in items:
-            translations.append(self._translate_text(item, cache, may_be_word=may_be_word))
+            translation = self._translate_text(
+                item, cache, single_words_are_names=single_words_are_names
+            )
+            translations.append(translation)
 
         chinese = translations[0].text
         for translation in translations[1:]:
@@ -861,9 +875,9 @@ class Catalogue:
     def _translate_row(self, row: str, cache: Cache) -> Translation:
         """Translates each cell of a row of a table, and lets it begin in the same column.
 
-        The first cell says what the row is about, such as "missing", so it may be a message of a
-        single word, unless the caller of `translate` has excluded such messages. A single word in
-        another cell is a name of the user's.
+        The first cell says what the row is about, such as "missing", so a single word in it is
+        translated, unless the caller of `translate` says that single words are names of the user's.
+        A single word in another cell always is such a name.
         """
         chinese = ""
         untranslated: list[Span] = []
@@ -877,14 +891,19 @@ class Catalogue:
                 chinese = pad(f"{chinese}  ", end)
             else:
                 is_first_cell = number == 0
-                may_be_word = is_first_cell and not cache.single_words_stay_english
-                translation = self._translate_text(piece, cache, may_be_word=may_be_word)
+                translation = self._translate_text(
+                    piece,
+                    cache,
+                    single_words_are_names=cache.single_words_are_names or not is_first_cell,
+                )
                 chinese += translation.text
                 untranslated += _shift_spans(translation.untranslated, begin)
             begin = end
         return Translation(chinese, tuple(untranslated))
 
-    def _translate_parts(self, text: str, cache: Cache, *, may_be_word: bool) -> Translation:
+    def _translate_parts(
+        self, text: str, cache: Cache, *, single_words_are_names: bool
+    ) -> Translation:
         """Splits a text that is no message at a separator, and translates each part.
 
         The text is split at the first of `SEPARATORS` that it has. A part that is no message either
@@ -895,8 +914,7 @@ class Catalogue:
         Args:
             text: text that is no message as a whole.
             cache: translations found so far.
-            may_be_word: whether a part that is a single word may be a message; False if such words
-                are names of the user's.
+            single_words_are_names: True if a part that is a single word stays English.
         """
         separator = _first_separator(text)
         if separator is None:
@@ -909,15 +927,14 @@ class Catalogue:
 
         translations: list[Translation] = []
         for number, part in enumerate(parts, start=1):
+            if separates_messages:
+                cache = cache.of_next_message()
+
             # The mark, such as ":", may belong to the message: "step 3:" is one.
             is_last = number == len(parts)
             mark_behind = "" if is_last else separator.strip()
-
             translation = self._translate_part(
-                part,
-                mark_behind,
-                cache.of_next_message() if separates_messages else cache,
-                may_be_word=may_be_word,
+                part, mark_behind, cache, single_words_are_names=single_words_are_names
             )
             translations.append(translation)
 
@@ -956,16 +973,17 @@ class Catalogue:
             largest_end = min(largest_end, len(parts) - 1)
 
         for end in range(largest_end, end_of_part, -1):  # the longest first
-            # Only whether there is a translation matters, so single words need not be looked up.
             candidate = separator.join(parts[begin:end])
-            translation = self._translate_message(candidate, Cache(single_words_stay_english=True))
-            if translation is not None:
+            # The translation itself is not used, so it need not translate words within the message.
+            translation = self._translate_message(candidate, Cache(single_words_are_names=True))
+            is_message = translation is not None
+            if is_message:
                 return end
 
         return end_of_part
 
     def _translate_part(
-        self, part: str, mark_behind: str, cache: Cache, *, may_be_word: bool
+        self, part: str, mark_behind: str, cache: Cache, *, single_words_are_names: bool
     ) -> Translation:
         """Translates a part of a text that was split at a separator.
 
@@ -981,8 +999,7 @@ class Catalogue:
             mark_behind: the separator behind the part without its space, such as ":"; empty for the
                 last part.
             cache: translations found so far.
-            may_be_word: whether a single word may be a message; False if it is a name of the
-                user's.
+            single_words_are_names: True if a single word is a name of the user's and stays English.
         """
         if mark_behind:
             translation = self._translate_message(part + mark_behind, cache)
@@ -993,7 +1010,7 @@ class Catalogue:
                     without_mark = translation.text.removesuffix(chinese_mark)  # the caller adds it
                     return Translation(without_mark, translation.untranslated)
 
-        return self._translate_text(part, cache, may_be_word=may_be_word)
+        return self._translate_text(part, cache, single_words_are_names=single_words_are_names)
 
 
 def _translate_headline(text: str) -> Translation:
@@ -1005,7 +1022,7 @@ def _translate_headline(text: str) -> Translation:
     return Translation(f"{error_class}{colon}{chinese}", ((0, end_of_english),))
 
 
-def _stays_english(text: str, *, may_be_word: bool) -> bool:
+def _stays_english(text: str, *, single_words_are_names: bool) -> bool:
     """Returns True for a text that is never translated.
 
     These are the words of a script or an exception (`ValueError: bad input`), a quoted name
@@ -1013,14 +1030,14 @@ def _stays_english(text: str, *, may_be_word: bool) -> bool:
 
     Args:
         text: text without spaces at its ends.
-        may_be_word: False if a single word is a name of the user's.
+        single_words_are_names: True if a single word is a name of the user's.
     """
     if QUOTATION_BEGINS.match(text) is not None:
         return True
     if QUOTED_NAME.fullmatch(text) is not None:
         return True
     is_single_word = re.search(r"\s", text) is None
-    return is_single_word and not may_be_word
+    return is_single_word and single_words_are_names
 
 
 def _certainly_say_the_same(readings: Sequence[Reading], text: str) -> bool:
@@ -1036,15 +1053,27 @@ def _certainly_say_the_same(readings: Sequence[Reading], text: str) -> bool:
     if len(chinese_texts) > 1:
         return False
 
-    # A template with `MAX_READINGS` readings may have further ones, with other values. If none of
-    # the known readings translates a value, all of them copy their values from the text, and say
-    # the same: then further ones, which copy theirs too, say it as well.
+    return not _unseen_readings_may_differ(readings, text)
+
+
+def _unseen_readings_may_differ(readings: Sequence[Reading], text: str) -> bool:
+    """Returns True if readings that were not looked for may say something else in Chinese.
+
+    There may be such readings with a template that has `MAX_READINGS` known ones. For example,
+    "{name}{note} is ready" reads "worker is ready" with a name of "w", "wo", "wor", ... Wherever it
+    is divided, the name and the note follow each other in Chinese as in English, so unseen readings
+    say the same. If a known reading translates a value, an unseen one may translate another value.
+
+    Args:
+        readings: the known readings, which all say the same.
+        text: the text that was read.
+    """
     num_readings = Counter(id(reading.template) for reading in readings)
     for reading in readings:
-        may_have_further_readings = num_readings[id(reading.template)] == MAX_READINGS
-        if may_have_further_readings and reading.translates_a_value(text):
-            return False
-    return True
+        may_have_unseen_readings = num_readings[id(reading.template)] == MAX_READINGS
+        if may_have_unseen_readings and reading.translates_a_value(text):
+            return True
+    return False
 
 
 def _best_readings(readings: Sequence[Reading]) -> list[Reading]:
@@ -1110,13 +1139,17 @@ def _keep_doubtful_parts_english(
 ) -> list[Translation]:
     """Leaves a part in English if the text may have been split within a value of that part.
 
-    A separator such as "; " may stand between two messages or within a value. In "give a number
-    from 1 to x; y" the value may be "x" or "x; y". The part "give a number from 1 to x" could be
-    translated, but stays English because the "y" behind it does. In "x; y is no number" the part
-    "y is no number" stays English because the "x" before it does.
+    A separator such as "; " may stand between two messages or within a value. In the first text,
+    the number may end at "x" or at "x; y". A part is doubtful if its value and the neighbour at
+    this value both stay English:
+
+        text                                translated parts            doubtful
+        give a number from 1 to x; y        give a number from 1 to x   it ends with x, before y
+        x; y is no number                   y is no number              it begins with y, behind x
+        give a number from 1 to 3; y        give a number from 1 to 3   no: it ends with a number
 
     Returns:
-        The translation of each part.
+        The translation of each part; doubtful parts are in English.
     """
     checked = list(translations)
     num_separators = len(parts) - 1
@@ -1137,9 +1170,11 @@ def _keep_english_beside_separator(
 ) -> None:
     """Leaves a translated part in English if English words stand on both sides of a separator.
 
-    For example, "see x; y" has the parts "see x", in Chinese "见 x", and "y", which is no message.
-    The English words "x" and "y" stand on both sides of the separator and may belong together, so
-    "see x" stays English. Of "x; y is missing", the second part stays English.
+    These words may belong together:
+
+        parts                   translations            now in English
+        "see x" and "y"         "见 x" and "y"          "see x": it may be about "x; y"
+        "x" and "y is missing"  "x" and "缺少 y"        "y is missing": "x; y" may be missing
 
     Args:
         parts: all parts of the text.
@@ -1151,22 +1186,13 @@ def _keep_english_beside_separator(
     right_is_translated = _is_translated(parts[right], translations[right])
 
     only_left_is_translated = left_is_translated and not right_is_translated
-    if only_left_is_translated and _ends_with_english(parts[left], translations[left]):
+    end_of_left = len(parts[left])
+    if only_left_is_translated and translations[left].leaves_english_at(end_of_left):
         translations[left] = _leave_in_english(parts[left])
 
     only_right_is_translated = right_is_translated and not left_is_translated
-    if only_right_is_translated and _begins_with_english(translations[right]):
+    if only_right_is_translated and translations[right].leaves_english_at(0):
         translations[right] = _leave_in_english(parts[right])
-
-
-def _begins_with_english(translation: Translation) -> bool:
-    """Returns True if the beginning of the English text was not translated."""
-    return any(begin == 0 for begin, _ in translation.untranslated)
-
-
-def _ends_with_english(text: str, translation: Translation) -> bool:
-    """Returns True if the end of the English text was not translated."""
-    return any(end == len(text) for _, end in translation.untranslated)
 
 
 def _is_translated(text: str, translation: Translation) -> bool:
@@ -1252,8 +1278,18 @@ def _with_spaces_of(text: str, translation: Translation) -> Translation:
     )
 
 
-def _span_without_article(text: str, span: Span) -> Span:
-    """Returns the span of "Linear" for that of "a Linear": Chinese has no articles."""
+def _span_of_value(name: str, text: str, span: Span) -> Span:
+    """Returns the part of a field's span that is to be translated.
+
+    Chinese has no articles: for the span of "a Linear", this is the span of "Linear".
+
+    Args:
+        name: name of the field (`name_of_value`).
+        text: text that was made from the field's template.
+        span: where in the text the field is.
+    """
+    if name not in FIELDS_WITH_ARTICLE:
+        return span
     begin, end = span
     without_article = ARTICLE.sub("", text[begin:end])
     return end - len(without_article), end
@@ -1342,10 +1378,9 @@ def make_template(message: str, translation: str) -> Template:
     """
     literals = [""]
     fields = []
+    # For "a {{ b {n} c", with an escaped brace, `parse` yields ("a {", None), (" b ", "n") and
+    # (" c", None). The literals are "a { b " and " c".
     for literal, name, _, _ in string.Formatter().parse(message):
-        # `parse` yields a literal with the name of the field behind it, or None without a field: at
-        # the end of the message, and at an escaped brace within a literal. For "a {{ b {n} c" it
-        # yields ("a {", None), (" b ", "n") and (" c", None), for the literals "a { b " and " c".
         literals[-1] += literal
         if name is not None:
             fields.append(name)

@@ -31,7 +31,7 @@ from torch import Tensor
 from lockstep.checkpoint import layout, storage
 from lockstep.checkpoint.checksums import seal_manifest
 from lockstep.checkpoint.file_errors import plain_errors
-from lockstep.checkpoint.formats.safetensors import write_tensors
+from lockstep.checkpoint.formats.safetensors import do_nothing, write_tensors
 from lockstep.checkpoint.lock import Lock
 from lockstep.checkpoint.merging import merge_entries
 from lockstep.checkpoint.shards import Box
@@ -47,10 +47,6 @@ wait between asking a rank to end and killing it, which is 10 s or more."""
 Report = dict[str, Any]
 """A rank's message to rank 0 about the part that it has written, as JSON. `files`: the size and
 checksum of each file, by file name. `boxes` and `entries`: as in `RankPart`."""
-
-
-def do_nothing() -> None:
-    """The default for callbacks that may raise an error to interrupt the writing."""
 
 
 def no_reports() -> Mapping[int, Report | None]:

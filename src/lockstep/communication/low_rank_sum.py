@@ -18,7 +18,6 @@ from torch import Tensor
 from lockstep.communication import routing
 from lockstep.communication.quantize import wide_dtype
 from lockstep.communication.quantized_sum import State, have_same_shapes
-from lockstep.communication.shared_memory import do_nothing
 
 # A matrix is sent as it is if its narrow matrices would not be smaller by this factor.
 MIN_REDUCTION = 2
@@ -86,8 +85,10 @@ class LowRankSum:
         ones, which are the same on all ranks."""
         self._message: Tensor
         """The values that this sum sends, which are replaced by their sum over the ranks."""
-        self._wait_for_sum: Callable[[], None] = do_nothing
-        """Waits for the all-reduce that was started last."""
+        self._wait_for_message: Callable[[], None]
+        """Waits for what `start` has sent."""
+        self._wait_for_rights: Callable[[], None]
+        """Waits for what `advance` has sent."""
 
     @property
     def _is_uncompressed(self) -> bool:
@@ -103,7 +104,7 @@ class LowRankSum:
         ranks make all calls in the same order.
         """
         if self._is_uncompressed:
-            self._wait_for_sum = routing.start_all_reduce(self.values)
+            self._wait_for_message = routing.start_all_reduce(self.values)
             return
 
         # M += residual. The matrices are views of `values`, so this changes `values`.
@@ -119,13 +120,12 @@ class LowRankSum:
         # (`_unpack_message` takes it apart again).
         parts = [*self._lefts, *self._uncompressed_parts]
         self._message = torch.cat([part.view(-1) for part in parts])
-        self._wait_for_sum = routing.start_all_reduce(self._message)
+        self._wait_for_message = routing.start_all_reduce(self._message)
 
     def advance(self) -> None:
         """Waits for the sums of P, orthogonalises them, and begins to send Q = M^T P."""
-        self._wait_for_sum()
+        self._wait_for_message()
         if self._is_uncompressed:  # `values` already holds the sum
-            self._wait_for_sum = do_nothing  # `end` has nothing to wait for
             return
 
         sums_of_lefts, sums_of_uncompressed_parts = self._unpack_message()
@@ -139,11 +139,11 @@ class LowRankSum:
         # P becomes an orthonormal basis of the columns of its sum.
         self._lefts = _orthonormal_bases(sums_of_lefts)
 
-        # Q = M^T P, with this rank's M. `right` is a view of `state["right"]`, which thereby holds
-        # the Q of all matrices and is summed as one tensor.
+        # Q = M^T P, with this rank's M. Each Q is a view of `state["right"]`, so this sends all of
+        # them as one tensor.
         for matrix, left, right in zip(self._matrices, self._lefts, self._rights(), strict=True):
             torch.mm(matrix.T, left, out=right)
-        self._wait_for_sum = routing.start_all_reduce(self.state["right"])
+        self._wait_for_rights = routing.start_all_reduce(self.state["right"])
 
     def _unpack_message(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the sums of all P, and those of the uncompressed parts, from the message."""
@@ -155,11 +155,10 @@ class LowRankSum:
 
     def end(self) -> None:
         """Waits for the sums of Q, computes `values` from P and Q, and updates the residuals."""
-        self._wait_for_sum()
         if not self._is_uncompressed:  # otherwise `values` already holds the sum
+            self._wait_for_rights()
             self._decompress()
 
-        self._wait_for_sum = do_nothing
         self.state["times"] += 1  # counts the sums; `_is_uncompressed` depends on it
 
     def _decompress(self) -> None:

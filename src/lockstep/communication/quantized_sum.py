@@ -136,9 +136,8 @@ class QuantizedSum:
         Call `advance` and `end` next. Calls for other sums may come in between, as long as all
         ranks make all calls in the same order.
         """
-        # `values` is the first part of `_padded`, and the rest is padding. The previous sum was
-        # also written to the padding. A NaN there would spoil the quantization scale of the last
-        # block of `values`, which ends within the padding.
+        # Clear the padding behind `values`: the previous sum was also written there. The last block
+        # reaches into the padding, where a NaN, for example, would spoil its quantization scale.
         self._padded[len(self.values) :] = 0.0
         shared = self._peers.shared
         if shared is None:
@@ -169,12 +168,7 @@ class QuantizedSum:
             else:
                 total += decode(encoded_chunk, self._method, out=buffer)
 
-        # `encode` also writes its rounding errors to the residual of this peer's chunk.
-        residuals = self._residuals
-        own_residual = (
-            None if residuals is None else residuals[peers.own_index : peers.own_index + 1]
-        )
-        encoded_total = encode(total, self._method, errors_out=own_residual)
+        encoded_total = encode(total, self._method, errors_out=self._residual_of_own_chunk)
 
         # Send the sum of this peer's chunk to every peer, and receive the sums of all chunks.
         sent = encoded_total.expand(peers.size, -1)
@@ -218,8 +212,7 @@ class QuantizedSum:
         """Begins to send this rank's values, one chunk to each peer (step 1 of the class).
 
         The residual of each chunk, which is the rounding error of the previous step, is added to
-        the chunk, and is replaced by the new rounding error. The peer's own chunk is not sent: its
-        residual becomes the rounding error of the chunk's sum, in `advance`.
+        the chunk, and is replaced by the new rounding error.
 
         Args:
             shard: the values that this rank sends: if the peer is a rank, its whole vector; if it
@@ -238,7 +231,8 @@ class QuantizedSum:
         if residuals is not None:
             self._chunks += residuals
 
-        # This peer's own chunk is encoded only because one operation encodes all chunks.
+        # One operation encodes all chunks, and writes their rounding errors to the residuals. The
+        # peer's own chunk is not sent; `advance` replaces its residual.
         encoded = encode(self._chunks, self._method, errors_out=residuals)
         self._received_chunks = torch.empty_like(encoded)
         self._wait_for_chunks = routing.start_all_to_all(
@@ -256,3 +250,12 @@ class QuantizedSum:
         """The residual of each chunk, `(peers, values)`: a view of the state. None with bf16."""
         residual = self.state.get("residual")
         return None if residual is None else residual.view(self._peers.size, -1)
+
+    @property
+    def _residual_of_own_chunk(self) -> Tensor | None:
+        """The residual of this peer's chunk, `(1, values)`: a view of the state. None with bf16."""
+        residuals = self._residuals
+        if residuals is None:
+            return None
+        own_index = self._peers.own_index
+        return residuals[own_index : own_index + 1]

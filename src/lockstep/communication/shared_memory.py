@@ -108,6 +108,11 @@ def _round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
+StartSum = Callable[[Tensor], Callable[[], object]]
+"""A function that begins to sum a tensor in place, adds the bytes that it sends to `traffic.sent`,
+and returns a function that waits for the sum."""
+
+
 class _Layout:
     """The layout of the mapping: offsets in bytes from its start.
 
@@ -357,7 +362,9 @@ class SharedMemory:
     def all_reduce(
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, scale: float = 1.0
     ) -> None:
-        """Replaces the tensor by its sum, maximum or minimum over the ranks, in their order.
+        """Replaces the tensor by its sum, maximum or minimum over the ranks.
+
+        The tensors are added in the order of the ranks, so all ranks get the same bits.
 
         Args:
             tensor: contiguous tensor with the same dtype and number of elements on all ranks.
@@ -373,7 +380,8 @@ class SharedMemory:
         # A small tensor on one machine: every rank reads the tensors of all ranks, and reduces all
         # of it.
         fits_into_slot = own.nbytes <= self._slot_bytes
-        is_quick_to_read = own.nbytes <= MAX_BYTES_READ_BY_ALL // self._local_size
+        nbytes_of_all_ranks = own.nbytes * self._local_size
+        is_quick_to_read = nbytes_of_all_ranks <= MAX_BYTES_READ_BY_ALL
         if self.is_only_machine and fits_into_slot and is_quick_to_read:
             with self._calling("all_reduce", tensor, _describe_op(op)):
                 self._reduce_by_all(own, COMBINE_FUNCTIONS[op], scale)
@@ -404,7 +412,7 @@ class SharedMemory:
         op: Any = dist.ReduceOp.SUM,
         *,
         scale: float = 1.0,
-        start_between_machines: Callable[[Tensor], Callable[[], object]] | None = None,
+        start_between_machines: StartSum | None = None,
     ) -> Callable[[], None]:
         """Starts an all-reduce, and returns a function that completes it.
 
@@ -415,10 +423,8 @@ class SharedMemory:
             tensor: see `all_reduce`.
             op: see `all_reduce`.
             scale: see `all_reduce`.
-            start_between_machines: function that sums this rank's slice over the machines instead
-                of an all-reduce, e.g. compressed. `start_between_machines(own_slice)` begins to
-                sum the slice in place, adds the bytes that it sends to `traffic.sent`, and returns
-                a function that waits for the sum.
+            start_between_machines: begins to sum this rank's slice over the machines, for example
+                compressed, in place of an all-reduce.
         """
         # First within the machine: each rank reduces one slice. The slices are views of the tensor,
         # so all results below are written into the tensor.
@@ -484,12 +490,9 @@ class SharedMemory:
             else:
                 self._sum_tree_in_slices(partial_sums, total, order, scale)
 
-        if partial_sums:
-            traffic.shared += total.nbytes * len(partial_sums)
-        else:
-            # This rank has still written its slice of the total, which is counted as a whole
-            # tensor.
-            traffic.shared += total.nbytes
+        # Without partial sums, this rank still writes its slice of the total, counted as a tensor.
+        num_tensors_written = max(1, len(partial_sums))
+        traffic.shared += total.nbytes * num_tensors_written
 
     def _sum_tree_in_slices(
         self, partial_sums: Sequence[Tensor], total: Tensor, order: TreeOrder, scale: float
@@ -597,10 +600,6 @@ class SharedMemory:
             # Even an empty tensor has one piece, so that the ranks wait for each other.
             for start in range(0, max(1, len(own)), piece_numel):
                 piece = own[start : start + piece_numel]
-
-                # Each rank has two slots, A and B, used in turn: it writes piece 0 to A, 1 to B, 2
-                # to A again. By then all ranks have passed the barrier of piece 1, so none of them
-                # still reads piece 0.
                 slots = self._next_slots(own.dtype)
                 slots[self._local_rank][: len(piece)].copy_(piece)
                 self._barrier()
@@ -823,9 +822,6 @@ class SharedMemory:
         for start in range(0, max(1, longest), piece_numel):
             pieces = [part[start : start + piece_numel] for part in parts]
 
-            # Each rank has two slots, A and B, used in turn: it writes piece 0 to A, 1 to B, 2 to A
-            # again. By then all ranks have passed the barrier of piece 1, so none of them still
-            # reads piece 0.
             slots = self._next_slots(parts[0].dtype)
             own_piece = pieces[self._local_rank]
             slots[self._local_rank][: len(own_piece)].copy_(own_piece)
@@ -836,7 +832,11 @@ class SharedMemory:
                     piece.copy_(slots[peer][: len(piece)])
 
     def _next_slots(self, dtype: torch.dtype) -> list[Tensor]:
-        """Switches to the other of the two slots, and returns that slot of each rank."""
+        """Switches to the other of the two slots, and returns that slot of each rank.
+
+        A rank uses its slots A and B in turn: it writes piece 0 to A, 1 to B, and 2 to A again,
+        after the barrier of piece 1. Every rank enters that barrier after it has read piece 0.
+        """
         self._half = 1 - self._half
         key = (self._half, dtype)
         if key not in self._slots_of_dtype:
@@ -928,7 +928,7 @@ class SharedMemory:
         In the first barrier of a call the ranks also compare the descriptions of their calls.
         """
         self._num_barriers += 1
-        self._publish_barrier_number()
+        self._publish_barrier_number()  # ranks that wait here see by it which ranks are missing
 
         # Even and odd barriers have semaphores of their own: a rank that is already at the next
         # barrier must not wake one that still waits in this one.
@@ -1022,31 +1022,26 @@ class SharedMemory:
     def _find_ended_ranks(self) -> list[int]:
         """Returns ranks that have ended before this barrier, which can then not complete.
 
-        Looking whether a rank still runs is a system call, so ranks share the work:
-
-        1. Up to 8 ranks, or this is the first rank: it looks at all ranks that it awaits.
-        2. More ranks, and the first one waits at this barrier: the first rank looks at all the
-           others, and this rank looks only at the first one.
-        3. More ranks, and the first one does not wait here: this rank looks at a few of those that
-           it awaits, in each call at others.
+        Looking whether a rank still runs is a system call. So with more than 8 ranks, the first one
+        looks at all others, and each of the others only at the first one. While the first one does
+        not look, because it is not here, the others look at a few of the ranks that they await.
 
         So the list may be incomplete, or empty although some rank has ended.
         """
-        # Case 1.
         first_rank = self.ranks[0]
         is_first_rank = self._local_rank == 0
         if is_first_rank or self._local_size <= MAX_RANKS_OF_FLAT_BARRIER:
             return self._ended(self._awaited_ranks())
 
-        # Case 2. The first rank may even be at a later barrier, if it has just woken this rank. If
-        # an error has ended its collective, it waits no longer.
+        # The first rank may even be at a later barrier, if it has just woken this rank. If an error
+        # has ended its collective, it waits no longer.
         first = self._read_progress(local_rank=0)
         first_rank_has_arrived = first.num_barriers >= self._num_barriers
         first_rank_looks_at_others = first_rank_has_arrived and not first.has_left_collective
         if first_rank_looks_at_others:
             return self._ended([first_rank])
 
-        # Case 3. The first rank is looked at last: it may have ended only because another one had.
+        # Look at the first rank last: it may have ended only because another one had.
         ended_ranks = self._ended(self._next_ranks_to_check())
         return ended_ranks or self._ended([first_rank])
 
@@ -1125,31 +1120,39 @@ def add_in_tree(
             value is left, its tensor may also be one of `values`.
         overwrite: True if partial sums may overwrite `values`.
     """
-    num_additions_left = sum(merges)
-    has_one_total = len(totals) == 1
+    if len(totals) == 1 and len(values) > 1:
+        # The last addition writes to the total. It may be one of the values, all of which have been
+        # added by then.
+        merges_but_last = [*merges[:-1], merges[-1] - 1]
+        left, right = _add_on_stack(values, merges_but_last, overwrite=overwrite)
+        torch.add(left, right, out=totals[0])
+        return
 
+    results = _add_on_stack(values, merges, overwrite=overwrite)
+    for result, total in zip(results, totals, strict=True):
+        is_already_there = result.data_ptr() == total.data_ptr()
+        if not is_already_there:
+            total.copy_(result)
+
+
+def _add_on_stack(
+    values: Sequence[Tensor], merges: Sequence[int], *, overwrite: bool
+) -> list[Tensor]:
+    """Pushes values onto a stack and merges them; returns what is left on the stack.
+
+    Args:
+        values: see `add_in_tree`.
+        merges: see `add_in_tree`.
+        overwrite: True if partial sums may overwrite `values`; False if each is a new tensor.
+    """
     stack: list[Tensor] = []
     for value, num_merges in zip(values, merges, strict=True):
         stack.append(value)
         for _ in range(num_merges):
             right = stack.pop()
             left = stack.pop()
-            num_additions_left -= 1
-            is_last_addition = num_additions_left == 0
-
-            # The sum is written to `out`. Only the last addition writes to the total, which may be
-            # one of the values: no other value is needed then.
-            out = None  # a new tensor
-            if is_last_addition and has_one_total:
-                out = totals[0]
-            elif overwrite:
-                out = left
-            stack.append(torch.add(left, right, out=out))
-
-    for result, total in zip(stack, totals, strict=True):
-        is_already_there = result.data_ptr() == total.data_ptr()
-        if not is_already_there:
-            total.copy_(result)
+            stack.append(torch.add(left, right, out=left if overwrite else None))
+    return stack
 
 
 def open_shared_memory(
@@ -1229,32 +1232,47 @@ def _map_on_machine(
     """
     # The first rank of each machine keeps the memory open until all have mapped it.
     with contextlib.ExitStack() as stack:
-        offer = None
-        problem = ""
+        own_offer = None
+        problem_of_offer = ""
         if rank == ranks[0]:
             try:
-                offer = _create(len(ranks), stack)
+                own_offer = _create(len(ranks), stack)
             except (OSError, AttributeError) as error:  # only Linux has memfd
-                problem = f"no memory can be shared: {error}"
+                problem_of_offer = f"no memory can be shared: {error}"
 
-        # All ranks of the machine map the memory that its first rank offers.
-        offers_of_ranks = exchange([offer, problem])  # of all ranks of the run
-        offer, problem = offers_of_ranks[ranks[0]]
-        memory = None
-        if not problem:
-            try:
-                memory = _map(len(ranks), *offer)
-            except (OSError, ValueError) as error:
-                problem = f"rank {rank} cannot map the memory of rank {ranks[0]}: {error}"
+        offers_of_all_ranks = exchange([own_offer, problem_of_offer])
+        memory, problem = _map_offer(rank, ranks, *offers_of_all_ranks[ranks[0]])
+        answers_of_all_ranks = exchange([os.getpid(), problem])
 
-        answers = exchange([os.getpid(), problem])
-
+    # If one machine of the run cannot share memory, none does.
     pids_of_all = []
-    for pid, problem_of_rank in answers:
+    for pid, problem_of_rank in answers_of_all_ranks:
         if problem_of_rank:
             return None, {}, problem_of_rank
         pids_of_all.append(pid)
     return memory, {peer: pids_of_all[peer] for peer in ranks}, ""
+
+
+def _map_offer(
+    rank: int, ranks: Sequence[int], offer: Sequence[Any], problem: str
+) -> tuple[mmap.mmap | None, str]:
+    """Maps the memory that the first rank of this machine offers.
+
+    Args:
+        rank: rank of this process in the run.
+        ranks: the ranks of this machine.
+        offer: what `_create` has returned on the first of them.
+        problem: why the first rank offers no memory; "" if it does.
+
+    Returns:
+        The memory and "", or None and why there is none.
+    """
+    if problem:
+        return None, problem
+    try:
+        return _map(len(ranks), *offer), ""
+    except (OSError, ValueError) as error:
+        return None, f"rank {rank} cannot map the memory of rank {ranks[0]}: {error}"
 
 
 def _create(size: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:

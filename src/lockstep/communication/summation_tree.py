@@ -108,8 +108,8 @@ def plan_sums(present: tuple[bool, ...], bounds: tuple[int, ...]) -> TreeOrder:
         present: for each leaf, True if it has a value.
         bounds: rank r has the leaves from `bounds[r]` to `bounds[r + 1] - 1`.
     """
-    # The nodes whose values are left on the stack of each rank, and are passed on. In the example
-    # rank 0 passes on 0+1 and 2, and rank 1 passes on 3.
+    # What each rank has on its stack in the end, and passes on: in the example the nodes 0+1 and 2
+    # on rank 0, and the node 3 on rank 1.
     nodes_of_ranks = _largest_nodes_of_ranges(present, bounds)
 
     # First, each rank pushes its leaves, and merges them into these nodes.
@@ -140,7 +140,7 @@ class MachineOrder(NamedTuple):
 
     num_partial_sums_of_rank: tuple[int, ...]
     """For each rank of this machine, how many values it passes on."""
-    merges: tuple[int, ...]
+    merges_on_machine: tuple[int, ...]
     """For each of these values, in the order of the ranks, how many merges follow its push."""
     num_sums_of_machine: int
     """How many values are left then: the machine passes them on."""
@@ -164,8 +164,10 @@ def plan_sums_of_machines(
         rank 2      3, 4, 5     3 and 4-5
         rank 3      6, 7        6-7                     3 and 4-7                  0-7
 
-    Machine 0 cannot add up 0-1 and 2, because in the tree 2 is first added to 3. The additions of
-    the stages 2 and 3 are described by the number of merges after each push:
+    Each stage computes the largest nodes of the tree that lie within its leaves. Machine 0 has the
+    leaves 0 to 2, so it cannot add up 0-1 and 2: in the tree 2 is first added to 3. Machine 1 has
+    the leaves 3 to 7, with the nodes 3 and 4-7. The additions of the stages 2 and 3 are described
+    by the number of merges after each push:
 
         stage 2, machine 1      push 3                  stack: 3
                                 push 4-5                stack: 3, 4-5
@@ -179,7 +181,7 @@ def plan_sums_of_machines(
 
         MachineOrder(
             num_partial_sums_of_rank=(2, 1),  # 3 and 4-5 of rank 2, 6-7 of rank 3
-            merges=(0, 0, 1),  # of stage 2
+            merges_on_machine=(0, 0, 1),  # of stage 2
             num_sums_of_machine=2,  # 3 and 4-7
             between_machines=...,  # has the merges of stage 3
         )
@@ -208,7 +210,7 @@ def plan_sums_of_machines(
 
     return MachineOrder(
         num_partial_sums_of_rank=tuple(len(nodes) for nodes in nodes_of_ranks),
-        merges=merges_on_machine,
+        merges_on_machine=merges_on_machine,
         num_sums_of_machine=len(nodes_of_machine),
         between_machines=between_machines,
     )
@@ -283,12 +285,12 @@ def _merges_below(node: Node, pushed: frozenset[Node]) -> list[int]:
     """Returns how many merges follow each push while the value of a node is computed.
 
     For example, the node `(0, 3)` is `(0 + 1) + 2`, which is computed by "push 0, push 1, merge,
-    push 2, merge": 0 merges follow the first push, and 1 merge each of the others. The list
-    `[0, 1, 1]` is made of the lists of the children, by one merge more after the last push:
+    push 2, merge": 0 merges follow the first push, and 1 merge each of the others. The list of a
+    node has those of its children, and one merge more after the last push, which adds them up:
 
         node (0, 1)     [0]
-        node (0, 2)     [0, 1]       from [0] and [0]
-        node (0, 3)     [0, 1, 1]    from [0, 1] and [0]
+        node (0, 2)     [0] + [0 + 1]       = [0, 1]
+        node (0, 3)     [0, 1] + [0 + 1]    = [0, 1, 1]
 
     Args:
         node: the node whose value is left on the stack in the end.
@@ -309,7 +311,7 @@ def _merges_below(node: Node, pushed: frozenset[Node]) -> list[int]:
     merges_of_left = _merges_below(left, pushed)
     merges_of_right = _merges_below(right, pushed)
 
-    # If both children have a value, they are merged after the last push within the right child.
-    if merges_of_left and merges_of_right:
+    both_have_values = merges_of_left and merges_of_right
+    if both_have_values:
         merges_of_right[-1] += 1
     return merges_of_left + merges_of_right

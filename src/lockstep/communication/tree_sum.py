@@ -78,17 +78,14 @@ class TreeSums:
         if carrier != total.device:
             return self._start_on(carrier, partial_sums, total, scale)
 
-        shared = routing.shared_memory()
-        if shared is None or not shared.supports(total):
-            return _start_sliced_sum(partial_sums, total, self._order, scale, group=None)
-
-        if shared.is_only_machine:
+        shared = _shared_memory_for(total)
+        if shared is not None and shared.is_only_machine:
             shared.sum_in_tree(partial_sums, total, self._order, scale=scale)
             return do_nothing
 
         # If the processes of each machine have consecutive numbers, their virtual ranks are one
         # range of the tree. Each machine then adds up the partial sums of its own processes first.
-        if shared.has_consecutive_ranks:
+        if shared is not None and shared.has_consecutive_ranks:
             return self._start_between_machines(shared, partial_sums, total, scale)
 
         return _start_sliced_sum(partial_sums, total, self._order, scale, group=None)
@@ -114,8 +111,8 @@ class TreeSums:
             return self._start_reduce_scatter_on(carrier, slices_of_partial_sums, total, scale)
 
         # If all processes are on this machine, the slices go through its memory.
-        shared = routing.shared_memory()
-        if shared is not None and shared.is_only_machine and shared.supports(total):
+        shared = _shared_memory_for(total)
+        if shared is not None and shared.is_only_machine:
             shared.reduce_scatter_in_tree(
                 slices_of_partial_sums,
                 totals=[total],
@@ -126,9 +123,9 @@ class TreeSums:
             total.mul_(scale)
             return do_nothing
 
-        # As in `start`, each machine adds up the partial sums of its own processes first, if these
-        # have consecutive numbers.
-        if shared is not None and shared.has_consecutive_ranks and shared.supports(total):
+        # If the processes of each machine have consecutive numbers, each machine first adds up the
+        # partial sums of its own processes, as in `start`.
+        if shared is not None and shared.has_consecutive_ranks:
             return self._start_reduce_scatter_between_machines(
                 shared, slices_of_partial_sums, total, scale
             )
@@ -190,6 +187,14 @@ class TreeSums:
     ) -> Callable[[], None]:
         """Begins a sum over several machines, each of which sums its own partial sums first.
 
+        Example: 2 machines have 2 processes each, so a tensor is cut into 2 slices.
+
+            process    local rank    sums over its machine    then with     and copies
+            0          0             slice 0                  process 2     slice 1 of process 1
+            1          1             slice 1                  process 3     slice 0 of process 0
+            2          0             slice 0                  process 0     slice 1 of process 3
+            3          1             slice 1                  process 1     slice 0 of process 2
+
         Args:
             shared: the shared memory of this machine.
             partial_sums: see `start`.
@@ -204,13 +209,14 @@ class TreeSums:
         own_slice = slices[local_rank]
 
         # First the ranks of this machine add up their partial sums, each rank one slice of them.
-        # Usually one sum is left on the machine, of which this rank gets its slice.
+        # Usually one sum is left on the machine. There are several if the tree adds something of
+        # another machine in between.
         sums_of_machine = [torch.empty_like(own_slice) for _ in range(order.num_sums_of_machine)]
         shared.reduce_scatter_in_tree(
             [torch.tensor_split(each, local_size) for each in partial_sums],
             totals=sums_of_machine,
             num_partial_sums_of_rank=order.num_partial_sums_of_rank,
-            merges=order.merges,
+            merges=order.merges_on_machine,
             like=total,
         )
 
@@ -280,7 +286,7 @@ class TreeSums:
             joined_slices_of_partial_sums,
             totals=[rows.view(-1) for rows in sums_of_machine],
             num_partial_sums_of_rank=order.num_partial_sums_of_rank,
-            merges=order.merges,
+            merges=order.merges_on_machine,
             like=self._like_partial_sum(total),
         )
         return _start_sum_of_own_slice(
@@ -290,6 +296,14 @@ class TreeSums:
             scale,
             group=shared.group_across_machines,
         )
+
+
+def _shared_memory_for(total: Tensor) -> SharedMemory | None:
+    """Returns the shared memory of this machine if a tensor can be summed there, else None."""
+    shared = routing.shared_memory()
+    if shared is None or not shared.supports(total):
+        return None
+    return shared
 
 
 def add_rows_in_tree(rows: Tensor) -> Tensor:

@@ -327,16 +327,21 @@ def _sum_slices(
         wait = sums.start_reduce_scatter(slices_of_partial_sums, total, scale=scale)
         wait()
     except RanksDifferError as error:
-        # The gradient of a unit only contains the parameters that were used. So all ranks may be
-        # here with gradients of different lengths.
-        calls = error.found.split("; ")
-        if not all("reduce_scatter in a tree of" in call for call in calls):
+        if not _all_ranks_reduce_scatter(error):
             raise
+        # All ranks are here with gradients of different lengths: the gradient of a unit only
+        # contains the parameters that were used.
         raise RanksDifferError(
             "virtual_ranks under fsdp, with parameters that not all of them use",
             error.found,
             USE_ALL_IN_EVERY_VIRTUAL_RANK,
         ) from None
+
+
+def _all_ranks_reduce_scatter(error: RanksDifferError) -> bool:
+    """Returns True if all ranks have called `start_reduce_scatter`, with tensors that differ."""
+    calls = error.found.split("; ")
+    return all("reduce_scatter in a tree of" in call for call in calls)
 
 
 class ShardedVirtualRanks(Extension):
@@ -358,7 +363,7 @@ class ShardedVirtualRanks(Extension):
     ) -> None:
         self._step = step
         self._root = units[-1]
-        self._skipped = SkippedVirtualRanks(self._has_gradients)
+        self._skipped_virtual_ranks = SkippedVirtualRanks(self._has_gradients)
         self._sums: list[TreeReduceScatter] = []
         unit: Any
         names = {id(shard): name for name, shard in self._root.named_parameters()}
@@ -373,32 +378,35 @@ class ShardedVirtualRanks(Extension):
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Drops what earlier micro-batches have left, if a global batch or virtual rank begins."""
-        previous_had_backward = self._skipped.had_backward
-        if micro_batch.virtual_rank_begins:
-            self._skipped.begin(micro_batch)  # resets `had_backward`
-
         if micro_batch.first:
             self.clear_gradients()
-            return
+        elif micro_batch.virtual_rank_begins:
+            self._end_virtual_rank()
 
-        # The previous virtual rank has left zeros in the gradients of the shards. If it had no
-        # backward pass, these are gradients of earlier global batches, which must stay.
-        if micro_batch.virtual_rank_begins and previous_had_backward:
+        if micro_batch.virtual_rank_begins:
+            self._skipped_virtual_ranks.begin(micro_batch)
+
+    def _end_virtual_rank(self) -> None:
+        """Removes the zeros that the backward pass of a virtual rank leaves in `parameter.grad`.
+
+        Without a backward pass, the gradients there are those of earlier global batches, and stay.
+        """
+        if self._skipped_virtual_ranks.had_backward:
             for parameter in self._root.parameters():
                 parameter.grad = None
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """Raises UsageError for a backward pass that cannot be part of the sum."""
         check_virtual_rank_backward(self._step, micro_batch)
-        self._skipped.backward_begins()
+        self._skipped_virtual_ranks.backward_begins()
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
         """Notes that the virtual rank has had its backward pass."""
-        self._skipped.backward_ended()
+        self._skipped_virtual_ranks.backward_ended()
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Raises UsageError if a virtual rank was skipped: its gradient would count as zero."""
-        skipped = self._skipped.find()
+        skipped = self._skipped_virtual_ranks.find()
         if skipped is not None and self._root in modules:
             raise skipped_error(skipped)
 

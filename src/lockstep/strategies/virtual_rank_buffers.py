@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.communication.summation_tree import push
+from lockstep.communication.tree_sum import TreeSums
 from lockstep.session.delivery import TrainingPass
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
@@ -147,9 +148,9 @@ class VirtualRankBuffers(Extension):
         optimizer trains the module."""
         self._training_pass: TrainingPass | None = None
         """The pass of the micro-batch that was begun last."""
-        self._values_left_by_loop: dict[str, Tensor] = {}
-        """After a loop that was left before the optimizer's step: the buffers, by name, as its last
-        virtual rank has left them. The script may make the step after the loop."""
+        self._values_before_pass_ended: dict[str, Tensor] = {}
+        """The buffers, by name, that `pass_ended` has restored when a loop ended before the
+        optimizer's step, with the values that the last virtual rank had left."""
         self._present_values: dict[str, Tensor] = {}
         """While a checkpoint is being saved: the present buffers, by name."""
 
@@ -189,10 +190,9 @@ class VirtualRankBuffers(Extension):
 
         self._training_pass = self._step.training_pass
         if micro_batch.first:
-            self._values_left_by_loop.clear()
+            self._values_before_pass_ended.clear()
         else:
-            # If `pass_ended` has taken the loop for left: it goes on, with batches that it holds.
-            self._put_back_values_left_by_loop()
+            self._undo_pass_ended()  # the loop still trains on batches that it has kept
 
         if not micro_batch.virtual_rank_begins:
             return
@@ -226,8 +226,8 @@ class VirtualRankBuffers(Extension):
             return
         self._has_uncombined_buffers = False
 
-        # The module still has the buffers that the last virtual rank has left.
-        self._put_back_values_left_by_loop()
+        # The last virtual rank ends, as the others do in `begin`.
+        self._undo_pass_ended()  # if the script makes the step after the loop
         self._store_buffers_left_by(of_last_virtual_rank)
         self._restore_unsynchronised_buffers()
 
@@ -243,7 +243,8 @@ class VirtualRankBuffers(Extension):
         """Restores the initial buffers if a loop has ended without an optimizer step.
 
         Otherwise the script would evaluate, on each process, with the buffers of another virtual
-        rank. The values are kept: if the script makes the step after the loop, they are combined.
+        rank. The values are kept for `_undo_pass_ended`: the script may make the step after the
+        loop, or train on batches that it has kept.
         """
         training_pass = self._training_pass
         if training_pass is None or not self._has_uncombined_buffers:
@@ -254,18 +255,21 @@ class VirtualRankBuffers(Extension):
 
         for name, buffer in self._changed_buffers().items():
             if name not in self._synchronised:  # the others are not restored
-                self._values_left_by_loop[name] = buffer.clone()
+                self._values_before_pass_ended[name] = buffer.clone()
         self._restore_unsynchronised_buffers()
 
     @torch.no_grad()
-    def _put_back_values_left_by_loop(self) -> None:
-        """Puts back what `pass_ended` has stored, except for buffers that have changed since."""
+    def _undo_pass_ended(self) -> None:
+        """Gives buffers back the values that they had before `pass_ended` has restored them.
+
+        Those that have changed since are left alone.
+        """
         buffers = self._buffers()
-        for name, values in self._values_left_by_loop.items():
+        for name, values in self._values_before_pass_ended.items():
             initial = self._copies_at_beginning[name].tensor
             if name in buffers and torch.equal(buffers[name], initial):
                 buffers[name].copy_(values)
-        self._values_left_by_loop.clear()
+        self._values_before_pass_ended.clear()
 
     @torch.no_grad()
     def _copy_from_first_virtual_rank(self) -> None:
@@ -386,9 +390,12 @@ class VirtualRankBuffers(Extension):
         initial_values = [self._copies_at_beginning[name].tensor for name in restored]
         copy_to_each(list(restored.values()), initial_values)
 
-        # These writes do not count as changes.
         for name, buffer in restored.items():
-            self._copies_at_beginning[name] = self._copies_at_beginning[name].as_copy_of(buffer)
+            self._mark_as_unchanged(name, buffer)
+
+    def _mark_as_unchanged(self, name: str, buffer: Tensor) -> None:
+        """Notes that a buffer has the values of its copy, so that only later writes change it."""
+        self._copies_at_beginning[name] = self._copies_at_beginning[name].as_copy_of(buffer)
 
     @torch.no_grad()
     def _store_buffers_left_by(self, micro_batch: MicroBatch) -> None:
@@ -497,9 +504,8 @@ class VirtualRankBuffers(Extension):
     def _combine_over_virtual_ranks(self, num_samples: int) -> None:
         """Averages buffers over virtual ranks, and advances the counters of batches.
 
-        Each partial sum in `_partial_sums` is a list with one flat tensor for each dtype, as
-        `_flatten_results` makes it: the averaged buffers of that dtype, and in the first tensor
-        also the increments of the counters. Each dtype takes one message.
+        Each dtype takes one message. That of the first dtype also has the increments of the
+        counters, as `_flatten_results` packs them.
 
         Before the call, all buffers have been restored to the beginning of the global batch.
 
@@ -510,22 +516,17 @@ class VirtualRankBuffers(Extension):
             return
 
         sums = self._tree.sums(num_samples)
-        mean_scale = 1.0 / sums.num_present  # of the virtual ranks that have samples
         buffers = self._buffers()
 
         for dtype_index, names in enumerate(self._averaged_by_dtype(buffers)):
-            # The flat tensors of the first dtype have the increments of the counters at their end.
             averaged = [buffers[name] for name in names]
             counters: list[Tensor] = []
             if dtype_index == 0:
                 counters = [buffers[name] for name in self._counters]
 
-            # Compute the mean of the flat tensors of all virtual ranks.
             lengths = [buffer.numel() for buffer in (*averaged, *counters)]
             packed_mean = averaged[0].new_empty(sum(lengths))
-            sums_of_dtype = [partial_sum[dtype_index] for partial_sum in self._partial_sums]
-            wait_for_mean = sums.start(sums_of_dtype, total=packed_mean, scale=mean_scale)
-            wait_for_mean()
+            self._compute_mean(sums, dtype_index, out=packed_mean)
 
             # Unpack it: [mean of buffer a | mean of buffer b | mean increment of counter c].
             parts = torch.split(packed_mean, lengths)
@@ -540,6 +541,18 @@ class VirtualRankBuffers(Extension):
             _advance_counters(counters, mean_increments, sums.num_present)
 
         self._partial_sums.clear()
+
+    def _compute_mean(self, sums: TreeSums, dtype_index: int, *, out: Tensor) -> None:
+        """Computes the mean of the flat tensors of one dtype, over all virtual ranks with samples.
+
+        Args:
+            sums: the summation order of the global batch.
+            dtype_index: the position of the dtype in each partial sum.
+            out: the mean is written to this tensor.
+        """
+        flat_sums = [partial_sum[dtype_index] for partial_sum in self._partial_sums]
+        wait_for_mean = sums.start(flat_sums, total=out, scale=1.0 / sums.num_present)
+        wait_for_mean()
 
 
 def _advance_counters(

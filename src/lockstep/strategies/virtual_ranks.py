@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lockstep.batch.plan import part_sizes, virtual_rank_bounds
 from lockstep.batch.shares import initial_shares
+from lockstep.communication.shared_memory import do_nothing
 from lockstep.communication.summation_tree import push
 from lockstep.communication.tree_sum import TreeSums
 from lockstep.distributed.process_group import Run
@@ -262,13 +263,15 @@ class VirtualRankGradients(Extension):
         """The previous micro-batch; None if there was none."""
         self._backward_left_gradients = False
         """True if there were gradients at the end of the latest backward pass."""
-        self._skipped = SkippedVirtualRanks(lambda: has_nonzero_gradients(self._parameters))
+        self._skipped_virtual_ranks = SkippedVirtualRanks(
+            lambda: has_nonzero_gradients(self._parameters)
+        )
         self._gradients_are_in_buckets = False
         """True if the gradients in `parameter.grad` are views of DDP's buckets, although they are
         those of a single virtual rank."""
-        self._sum_lacks_gradients = False
-        """True if the script has cleared gradients of the present global batch, which are therefore
-        missing from the sum."""
+        self._script_cleared_gradients = False
+        """True if the script has cleared gradients of the present global batch before they were
+        added to the sum."""
 
     # Events
 
@@ -281,32 +284,34 @@ class VirtualRankGradients(Extension):
         if micro_batch.virtual_rank is None:  # the script does not use a prepared loader
             return
 
-        previous = self._previous
+        if micro_batch.first:
+            self._partial_sums.clear()
+            self._script_cleared_gradients = False
+            self._skipped_virtual_ranks.begin(micro_batch)
+        elif micro_batch.virtual_rank_begins and self._previous is not None:
+            self._end_virtual_rank(self._previous)
+            self._skipped_virtual_ranks.begin(micro_batch)
+
         self._previous = micro_batch
 
-        if micro_batch.first:  # a new global batch begins
-            self._skipped.begin(micro_batch)
-            self._partial_sums.clear()
-            self._sum_lacks_gradients = False
-            return
+    def _end_virtual_rank(self, last_micro_batch: MicroBatch) -> None:
+        """Adds the gradients of a virtual rank to the sum, once it has had all its micro-batches.
 
-        if micro_batch.virtual_rank_begins and previous is not None:
-            self._look_for_cleared_gradients(previous)
-            previous_had_backward = self._skipped.had_backward
-            self._skipped.begin(micro_batch)  # resets `had_backward`
-
-            # The gradients of the previous virtual rank are still in `parameter.grad`. If it had no
-            # backward pass, these are gradients of earlier global batches, which must stay.
-            self._move_gradients_to_sums(previous, has_gradients=previous_had_backward)
+        If it had no backward pass, it adds zeros. The gradients in the parameters are then those of
+        earlier global batches, and stay.
+        """
+        self._look_for_cleared_gradients(last_micro_batch)
+        had_backward = self._skipped_virtual_ranks.had_backward
+        self._move_gradients_to_sums(last_micro_batch, has_gradients=had_backward)
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """Raises UsageError for a backward pass that cannot be part of the sum."""
         check_virtual_rank_backward(self._step, micro_batch)
-        self._skipped.backward_begins()
+        self._skipped_virtual_ranks.backward_begins()
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
         """Completes the sum after the last backward pass, if there is only one process."""
-        self._skipped.backward_ended()
+        self._skipped_virtual_ranks.backward_ended()
         self._backward_left_gradients = self._has_gradients()
         if self._single_process and self._step.micro_batch.last:
             self._sum_on_one_process()
@@ -322,22 +327,18 @@ class VirtualRankGradients(Extension):
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Raises UsageError if the sum of the gradients lacks those of a virtual rank.
 
-        The script has not computed them, or has cleared them. It may do so in a global batch for
-        which it does not call `optimizer.step()`, since this is only called by a step.
+        The script has skipped its backward pass, or cleared its gradients. Both are allowed in a
+        global batch without `optimizer.step()`, for which this is not called.
         """
-        skipped = self._skipped.find()
-        if skipped is None and not self._sum_lacks_gradients:
-            return
-
-        ids_in_optimizer = {id(parameter) for parameter in parameters_of(optimizer)}
-        ids_in_module = self._index_in_module.keys()
-        is_for_another_module = ids_in_optimizer.isdisjoint(ids_in_module)
-        if is_for_another_module:
-            return
-
-        if skipped is not None:
+        skipped = self._skipped_virtual_ranks.find()
+        if skipped is not None and self._trains_module(optimizer):
             raise skipped_error(skipped)
-        raise cleared_gradients_error()
+        if self._script_cleared_gradients and self._trains_module(optimizer):
+            raise cleared_gradients_error()
+
+    def _trains_module(self, optimizer: Optimizer) -> bool:
+        """Returns True if an optimizer has parameters of the module."""
+        return any(id(parameter) in self._index_in_module for parameter in parameters_of(optimizer))
 
     def _look_for_cleared_gradients(self, micro_batch: MicroBatch) -> None:
         """Finds out whether the script has cleared a virtual rank's gradients, by `zero_grad`.
@@ -347,9 +348,9 @@ class VirtualRankGradients(Extension):
         Args:
             micro_batch: the last micro-batch of the virtual rank.
         """
-        had_gradients = self._skipped.had_backward and self._backward_left_gradients
+        had_gradients = self._skipped_virtual_ranks.had_backward and self._backward_left_gradients
         if counts_in_sum(micro_batch) and had_gradients and not self._has_gradients():
-            self._sum_lacks_gradients = True
+            self._script_cleared_gradients = True
 
     # Sums
 
@@ -386,7 +387,7 @@ class VirtualRankGradients(Extension):
         if self._step.micro_batch.last:
             return self._start_bucket_sum(bucket)
         self._gradients_are_in_buckets = True
-        return lambda: None
+        return do_nothing
 
     def _start_bucket_sum(self, bucket: dist.GradBucket) -> Callable[[], None]:
         """Starts replacing the gradients in a bucket of DDP by those of the global batch.
@@ -406,39 +407,40 @@ class VirtualRankGradients(Extension):
     def _partial_sums_with(self, bucket: dist.GradBucket) -> list[Tensor]:
         """Returns the partial sums of this process over its virtual ranks, in a bucket's layout.
 
-        The last one is the bucket's own buffer, unless the gradients in the bucket do not count.
+        The bucket has the gradients of the last virtual rank, and the stack the sums before it.
         """
-        # They do not count if the process had no virtual rank left to compute, or has repeated one
-        # to check a device.
         micro_batch = self._step.micro_batch
-        bucket_counts = counts_in_sum(micro_batch)
+        if not counts_in_sum(micro_batch):
+            # What is in the bucket is left out: the process had no virtual rank left to compute, or
+            # has repeated one to check a device.
+            return self._copies_in_layout_of(bucket, self._partial_sums)
 
-        # The usual case: this process has one virtual rank, whose gradients are in the bucket, and
-        # no extension (such as the journal) wants to see the gradients of single parameters.
+        # The usual case: this process has one virtual rank, and no extension (such as the journal)
+        # wants to see the gradients of single parameters.
         is_only_virtual_rank = not self._partial_sums
         has_listener = len(self._step.extensions.listeners["leaf_gradient"]) > 0
         if is_only_virtual_rank and not has_listener:
-            return [bucket.buffer()] if bucket_counts else []
+            return [bucket.buffer()]
 
         gradients = self._gradients_in(bucket)
-        if not bucket_counts:
-            return [gradients.copy_with(partial_sum) for partial_sum in self._partial_sums]
-
         self._step.extensions.leaf_gradient(micro_batch, gradients.parameters, gradients.views)
-
-        # For example, this process has the virtual ranks 1, 2 and 3 of 4. The stack has 1 and 2,
-        # and the bucket 3. One merge follows: the bucket becomes 2 + 3, in place; 1 is not merged.
         sums_not_merged = self._merge_into_bucket(gradients, micro_batch)
-        copies = [gradients.copy_with(partial_sum) for partial_sum in sums_not_merged]
-        return [*copies, bucket.buffer()]
+        return [*self._copies_in_layout_of(bucket, sums_not_merged), bucket.buffer()]
+
+    def _copies_in_layout_of(
+        self, bucket: dist.GradBucket, partial_sums: Sequence[Gradients]
+    ) -> list[Tensor]:
+        """Returns copies of partial sums that have the layout of a bucket's buffer."""
+        return [self._gradients_in(bucket).copy_with(partial_sum) for partial_sum in partial_sums]
 
     def _merge_into_bucket(
         self, gradients: _BucketGradients, micro_batch: MicroBatch
     ) -> list[Gradients]:
         """Adds the last `num_merges` partial sums of the stack to the gradients in a bucket.
 
-        For example, the stack has the sum of the virtual ranks 0 and 1, the bucket has the
-        gradients of 2, and one merge follows in the tree: the sum is added to the bucket.
+        For example, this process has the virtual ranks 1, 2 and 3, and the tree is
+        (0 + 1) + (2 + 3). The stack has 1 and 2, and the bucket has 3. One merge follows: the
+        bucket becomes 2 + 3. The gradients of 1 are returned: 0 is on another process.
 
         Args:
             gradients: the gradients in the bucket.
@@ -457,7 +459,8 @@ class VirtualRankGradients(Extension):
     def _gradients_in(self, bucket: dist.GradBucket) -> _BucketGradients:
         """Returns the gradients in a bucket, which are looked up once for each buffer."""
         if not self._is_known(bucket):
-            # DDP replaces all buckets at once, after the first backward pass. Bucket 0 comes first.
+            # DDP replaces all buckets at once, after the first backward pass. A new bucket 0, which
+            # comes first, means that the known ones are no longer in use.
             if bucket.index() == 0:
                 self._buckets.clear()
 
@@ -512,11 +515,12 @@ class VirtualRankGradients(Extension):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise sparse_gradients_error()
 
-        if self._gradients_are_in_buckets:
-            # DDP will overwrite the buckets. The parameters have no gradients there any more.
-            self._gradients_are_in_buckets = False
-            return [None if gradient is None else gradient.clone() for gradient in gradients]
-        return gradients
+        if not self._gradients_are_in_buckets:
+            return gradients
+
+        # They are views of DDP's buckets, which the next backward pass will overwrite.
+        self._gradients_are_in_buckets = False
+        return [None if gradient is None else gradient.clone() for gradient in gradients]
 
 
 def _merge(left: Gradients, right: Gradients) -> None:

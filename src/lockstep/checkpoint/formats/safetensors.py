@@ -192,12 +192,12 @@ class WrittenFile(NamedTuple):
     """The checksum as a manifest has it: "crc32:1c291ca3"."""
 
 
-def _do_nothing() -> None:
+def do_nothing() -> None:
     """The default for a callback that may raise an error to interrupt the writing."""
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], check: Callable[[], object] = _do_nothing
+    path: Path, tensors: Mapping[str, Tensor], check: Callable[[], object] = do_nothing
 ) -> WrittenFile:
     """Writes a new safetensors file and flushes it to disk.
 
