@@ -86,7 +86,7 @@ class SavedNames:
 
         # For each parameter that the optimizer would have on one device: its module, and its name
         # in the module.
-        origins_of_groups = optimizer.origins_on_one_device  # type: ignore[attr-defined]
+        origins_of_groups = optimizer.groups_on_one_device.origins  # type: ignore[attr-defined]
         for origins in origins_of_groups:
             names_of_groups.append([self._name_in(module, name) for module, name in origins])
         return names_of_groups
@@ -383,7 +383,7 @@ def _numbered_parameters(
     """Pairs the numbers that a state uses for parameters with the parameters on this rank."""
     if _is_under_pipeline(optimizer):
         # The optimizer knows the numbers that this rank's parameters would have on one device.
-        numbers_of_groups = optimizer.numbers_on_one_device  # type: ignore[attr-defined]
+        numbers_of_groups = optimizer.groups_on_one_device.numbers_here  # type: ignore[attr-defined]
     else:
         numbers_of_groups = [group["params"] for group in state["param_groups"]]
     parameters_of_groups = [group["params"] for group in optimizer.param_groups]

@@ -1,8 +1,8 @@
-"""Records which micro-batches a loader has handed out to a training loop.
+"""Records which micro-batches a loader has handed out to a training loop, and which are trained.
 
 A *pass* is one iteration of a training loop over a loader. A *delivery* is one micro-batch that the
-loop gets in a pass. `session.step` finds out which delivery a loss comes from. This module defines
-the records that it keeps for this, and the errors that it raises if it cannot tell.
+loop gets in a pass. `session.step` keeps these records, and `session.loss_source` finds out by them
+which delivery a loss comes from.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
 from lockstep.errors import UsageError
-from lockstep.session.micro_batch import MicroBatch
+from lockstep.session.micro_batch import MicroBatch, VirtualRank
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +89,8 @@ class TrainingPass:
         self.num_backwards = 0
         """The number of calls of `World.backward` for the current micro-batch."""
         self.loss: Tensor | float = 0.0
-        """The sum of the weighted losses of the current global batch on this rank."""
+        """The sum of the weighted losses of the current global batch on this rank. With virtual
+        ranks, each loss is divided by their number on a process (see `add_loss`)."""
         self.loss_of_previous_global_batch: Tensor | float | None = None
         """The loss of the previous global batch; None if no backward pass has followed its last
         micro-batch."""
@@ -168,6 +169,61 @@ class TrainingPass:
         return latest.is_referenced and not previous.is_referenced
 
     @property
+    def next_trained(self) -> Delivery | None:
+        """The delivery that the next loss is taken to come from; None if nothing was handed out.
+
+        It counts if no call of a module since the last loss has shown which delivery it is.
+        """
+        is_fetched_ahead = not self.source_of_loss_is_known and self.holds_batches
+        if is_fetched_ahead:
+            return self.untrained[0]  # the loop is taken to train on them in their order
+        return self.being_trained
+
+    @property
+    def possible_sources(self) -> list[Delivery]:
+        """The deliveries that the next loss may come from: `being_trained`.
+
+        If the loop has fetched ahead, and no forward pass has shown which of its batches comes
+        next, it may also come from any delivery that no backward pass has followed yet.
+        """
+        deliveries: list[Delivery] = []
+        if self.being_trained is not None:
+            deliveries.append(self.being_trained)
+        if not self.source_of_loss_is_known:
+            deliveries += self.untrained
+        return deliveries
+
+    @property
+    def all_batches_have_one_factor(self) -> bool:
+        """True if it makes no difference for a loss on which of its batches the loop trains next.
+
+        That is so if each batch has an optimizer step of its own and all have the same factor, for
+        example two batches of 32 samples, of which this rank has 16.
+        """
+        if self.being_trained is None or not self.being_trained.micro_batch.is_only_of_step:
+            return False
+        return weigh_the_same([self.being_trained, *self.untrained])
+
+    @property
+    def holds_more_of_step(self) -> bool:
+        """True if the loop holds untrained micro-batches of its present optimizer step."""
+        if self.micro_batch.closes_step:
+            return False
+        return any(delivery.is_referenced for delivery in self.untrained)
+
+    @property
+    def micro_batch_of_loop(self) -> MicroBatch:
+        """The micro-batch that the loop works on.
+
+        Example: the loop has trained on batch 1, skipped batch 2 (`continue`), and got batch 3.
+        Until the forward pass of batch 3, `micro_batch` is that of batch 2. This is that of 3.
+        """
+        latest = self.latest_if_untrained
+        if latest is not None and self.works_on_latest:
+            return latest.micro_batch
+        return self.micro_batch
+
+    @property
     def has_stepped_for_current_batch(self) -> bool:
         """True if an optimizer has stepped for the current micro-batch, the last of its step.
 
@@ -195,8 +251,8 @@ class TrainingPass:
         """
         previous_was_trained = self.num_backwards > 0
 
-        # Usually this is no mistake: no step comes after most micro-batches of a global batch. Only
-        # if `optimizer.step()` is called too late, its error message explains it by this.
+        # Kept for the error message of an `optimizer.step()` that comes too late. Usually this is
+        # no mistake, as most micro-batches have no step.
         self.step_left_out = previous_was_trained and not self.stepped
 
         if micro_batch.first:
@@ -228,6 +284,98 @@ class TrainingPass:
         self.accumulated = False
         self.loss = 0.0
 
+    def mark_trained(self, delivery: Delivery) -> None:
+        """Records that the backward pass of a delivery begins."""
+        self.batch_in_use = delivery
+        self.num_trained += 1
+        later_one_was_fetched = delivery.number_in_pass < self.num_deliveries
+        if later_one_was_fetched:
+            self.fetches_ahead = True
+        if delivery in self.untrained:
+            self.untrained.remove(delivery)
+
+    def drop_skipped_before(self, trained: Delivery) -> None:
+        """Drops deliveries from `untrained` that the loop has skipped (`continue`).
+
+        Example: the loop trains on batch 3. No backward pass was made for batch 2, and the script
+        does not hold its tensors any more: the loop has skipped batch 2.
+
+        Args:
+            trained: the delivery that is certainly trained now, here batch 3.
+        """
+        still_untrained = []
+        for other in self.untrained:
+            is_earlier = other.number_in_pass < trained.number_in_pass
+            was_skipped = is_earlier and not other.is_referenced
+            if not was_skipped:
+                still_untrained.append(other)
+        self.untrained = still_untrained
+
+    def skipped_first_of(self, delivery: Delivery) -> Delivery | None:
+        """Returns the first micro-batch of a delivery's global batch if its training never began.
+
+        Training on a micro-batch begins when the loop gets it, unless the loop still has an earlier
+        one that is not trained. Example: a loop has trained on 1a and 1b. It skips 2a, 2b and 3a
+        (`continue`), and trains on 3b. Training has begun on 2a, but not on 2b and 3a. So for 3b,
+        the result is 3a. It is None for any other delivery.
+        """
+        if delivery.micro_batch.first or self.being_trained is None:
+            return None
+        has_begun = self.being_trained.global_batch_number == delivery.global_batch_number
+        if has_begun:
+            return None
+
+        for other in self.untrained:
+            is_of_same_global_batch = other.global_batch_number == delivery.global_batch_number
+            was_skipped = not other.is_referenced
+            if other.micro_batch.first and is_of_same_global_batch and was_skipped:
+                return other
+        return None
+
+    def add_loss(self, weighted_loss: Tensor) -> None:
+        """Adds a weighted loss to the sums of the global batch that is being trained.
+
+        The mean of the sums over the processes is the loss of the global batch. With virtual ranks,
+        that is the mean of the weighted losses over the virtual ranks. So each of them is divided
+        by the number of virtual ranks of a process. Example: 4 virtual ranks on 2 processes, with a
+        mean of 4.0.
+
+            process   weighted losses of its virtual ranks   its sum
+            0         1.0 and 3.0                            (1.0 + 3.0) / 2 = 2.0
+            1         5.0 and 7.0                            (5.0 + 7.0) / 2 = 6.0
+
+            loss of the global batch: (2.0 + 6.0) / 2 = 4.0
+
+        The loss for the backward pass is not divided, as gradients are averaged over the virtual
+        ranks.
+        """
+        # Without a loader nothing tells where a global batch begins, so each optimizer step ends
+        # one.
+        is_without_loader = self.loader_ended and not self.holds_batches
+        if is_without_loader and self.stepped:
+            self.loss = 0.0
+            self.stepped = False
+
+        virtual_rank = self.micro_batch.virtual_rank
+        if virtual_rank is not None:
+            if not virtual_rank.has_own_step:
+                self._add_loss_of_virtual_rank(virtual_rank, weighted_loss)
+            if virtual_rank.virtual_ranks_per_process != 1:
+                weighted_loss = weighted_loss / virtual_rank.virtual_ranks_per_process
+        self.loss = weighted_loss + self.loss
+
+    def _add_loss_of_virtual_rank(self, virtual_rank: VirtualRank, weighted_loss: Tensor) -> None:
+        """Adds a weighted loss to the virtual rank's loss in the current global batch."""
+        losses = self.loss_of_virtual_rank
+        if self.micro_batch.first:
+            losses.clear()
+        if virtual_rank.contributes:
+            number = virtual_rank.number
+            if number in losses:
+                losses[number] = losses[number] + weighted_loss
+            else:
+                losses[number] = weighted_loss
+
     def leaves_gradients(self) -> bool:
         """Returns True if the pass has ended in the middle of a global batch and left gradients."""
         has_gradients = self.accumulated or self.num_backwards > 0
@@ -247,19 +395,6 @@ def still_referenced(deliveries: Iterable[Delivery]) -> list[Delivery]:
     return [delivery for delivery in deliveries if delivery.is_referenced]
 
 
-def next_trained(training_pass: TrainingPass) -> Delivery | None:
-    """Returns the delivery that the next loss of this pass is taken to come from.
-
-    Called if no call of a module since the last loss has shown which delivery it is. It is None if
-    nothing was handed out yet.
-    """
-    was_fetched_ahead = not training_pass.source_of_loss_is_known and training_pass.holds_batches
-    if was_fetched_ahead:
-        # The loop is taken to train on the deliveries in their order.
-        return training_pass.untrained[0]
-    return training_pass.being_trained
-
-
 def check_order(delivery: Delivery) -> None:
     """Raises UsageError if the micro-batches of a global batch are not trained in order.
 
@@ -272,14 +407,16 @@ def check_order(delivery: Delivery) -> None:
     Args:
         delivery: the delivery on which training is about to begin.
     """
-    # Training on `delivery` has not begun, so `previous` is still the one that the pass trains on.
+    # Training on `delivery` has not begun, so the pass still trains on `previous`, and has counted
+    # the backward passes of that one.
     training_pass = delivery.training_pass
     previous = training_pass.being_trained
+    num_backwards_of_previous = training_pass.num_backwards
     if previous is None:
         return
 
     if delivery.micro_batch.first:
-        previous_was_skipped = training_pass.num_backwards == 0
+        previous_was_skipped = num_backwards_of_previous == 0
         previous_is_last = previous.micro_batch.last
         in_order = previous_is_last or previous_was_skipped
     else:
@@ -307,19 +444,6 @@ def two_loaders_error() -> UsageError:
     )
 
 
-TRAIN_APART = (
-    "call the prepared model and world.backward for each batch by itself, one after the other, "
-    "then optimizer.step() once; or use one loader over both datasets, or batch sizes that the "
-    "number of ranks divides, with drop_last=True"
-)
-"""Advice if the losses of two loaders' batches are weighted differently."""
-FETCH_LATER = (
-    "fetch a batch when the one before is trained (num_workers= and prefetch_factor= of the loader "
-    "read ahead without a change to the loop)"
-)
-"""Advice if a loop fetches batches ahead."""
-
-
 TO_LEAVE_ONE_OUT = (
     "to leave one out, multiply its loss by 0, or, where that is NaN, replace the inputs that make "
     "it so"
@@ -334,69 +458,3 @@ def cleared_gradients_error() -> UsageError:
         "those of the micro-batches before are lost",
         "call optimizer.zero_grad() of the prepared optimizer, not model.zero_grad()",
     )
-
-
-def unknown_source_error(
-    possible: Sequence[Delivery], which_batches: str, advice: str = FETCH_LATER
-) -> UsageError:
-    """Returns the error for a loss that may come from any of several batches.
-
-    The batches have different numbers of samples, so the factor of the loss depends on which of
-    them it comes from. For example: "it is not known which batch the loss comes from: the loop
-    holds several batches of a loader that has ended, of which this rank has 3 of 8 and 2 of 8
-    samples, so its loss counts differently for each. ..."
-
-    Args:
-        possible: the batches that the loss may come from. If there is a single one, of which this
-            rank has 3 of 8 samples, the loss may come from it, and needs a factor, or from no batch
-            of a loader, and needs none.
-        which_batches: the words after "several batches", here "of a loader that has ended".
-        advice: the beginning of the advice.
-    """
-    batches = "several batches" if len(possible) > 1 else "a batch"
-    return UsageError(
-        "world.backward(loss) in a loop that holds batches which it fetched before",
-        "it is not known which batch the loss comes from: the loop holds "
-        f"{batches} {which_batches}, of which this rank has {describe_parts(possible)} samples, so "
-        "its loss counts differently for each. No call of the prepared model was seen with a "
-        "tensor that the loader gave, or a view of one (calls inside of compiled code are not "
-        "seen)",
-        f"{advice}; or call the model with the tensors that the loader gave and convert them "
-        "inside of it",
-    )
-
-
-def skipped_batch_error() -> UsageError:
-    """Returns the error for a loss that follows forward passes of batches that were skipped."""
-    return UsageError(
-        "a loop that skips batches which weigh differently",
-        "no backward pass has followed an earlier call of the prepared model, so the loss may come "
-        "from several batches, and no single factor is exact for all of them",
-        f"call world.backward for every batch; {TO_LEAVE_ONE_OUT}",
-    )
-
-
-def mixed_sources_error(deliveries: Sequence[Delivery]) -> UsageError:
-    """Returns the error for a loss that comes from several batches of different weight.
-
-    `World.backward` multiplies each loss by one factor, but each of these batches needs another.
-    For example: "the loss comes from 2 batches, of which this rank has 3 of 8 and 4 of 8 samples:
-    no single factor is exact for all of them on these ranks".
-    """
-    return UsageError(
-        "one world.backward(loss) for batches that weigh differently",
-        f"the loss comes from {len(deliveries)} batches, of which this rank has "
-        f"{describe_parts(deliveries)} samples: no single factor is exact for all of them on "
-        "these ranks",
-        TRAIN_APART,
-    )
-
-
-def describe_parts(deliveries: Sequence[Delivery]) -> str:
-    """Describes how many samples this rank has of up to four deliveries: `3 of 8 and 2 of 8`."""
-    parts: list[str] = []
-    for delivery in deliveries:
-        part = f"{delivery.micro_batch.local_rows} of {delivery.micro_batch.global_samples}"
-        if part not in parts:
-            parts.append(part)
-    return " and ".join(parts[:4])

@@ -56,8 +56,8 @@ class OpenPass:
     pass then stays open until the script begins another one."""
     handed_out: MicroBatch = field(default_factory=MicroBatch)
     """The micro-batch that was handed out last."""
-    delivery_of_name: dict[str, Delivery | None] = field(default_factory=dict)
-    """For each logged name, the delivery that the loop computed on when it was last logged."""
+    batch_of_name: dict[str, Delivery | None] = field(default_factory=dict)
+    """For each logged name, the batch that the loop computed on when it was last logged."""
 
     @property
     def is_training(self) -> bool:
@@ -88,10 +88,10 @@ class OpenPass:
     def includes_logged_value(self, name: str) -> bool:
         """Returns True if a value that the script logs now belongs to this pass.
 
-        A loop logs a name once for each batch. Example: `list(loader)` fetches all 5 batches, so
-        the loader ends before `for batch in list(loader): world.log(loss=train_on(batch))` begins.
-        The first "loss" for batch 5 belongs to the pass. A second "loss" for batch 5 does not: the
-        loop is over.
+        A loop logs a name once for each batch. Example: the loop `for batch in list(loader):
+        world.log(loss=train_on(batch))` begins when the loader has already given all 5 batches. The
+        first "loss" for batch 5 belongs to the pass. A second "loss" for batch 5 does not: the loop
+        is over.
 
         Args:
             name: name of the value, for example "loss".
@@ -100,16 +100,14 @@ class OpenPass:
         if loader_has_more_batches:
             return True
 
-        # The loader is exhausted. Nothing tells whether the loop still trains on batches that it
-        # holds, or is over.
+        # The loader is exhausted. The loop may still train on batches that it holds, or be over.
         assert self.training_pass is not None  # only training leaves batches to train on
-        is_first_value_with_name = name not in self.delivery_of_name
+        is_first_value_with_name = name not in self.batch_of_name
         if is_first_value_with_name:
             return self.training_pass.holds_batches
 
-        # True if the loop has gone on to another batch since it logged the name.
-        batch_of_last_value = self.delivery_of_name[name]
-        return batch_of_last_value is not self.training_pass.batch_in_use
+        loop_is_at_same_batch = self.batch_of_name[name] is self.training_pass.batch_in_use
+        return not loop_is_at_same_batch
 
 
 class LoggedPasses:
@@ -127,7 +125,7 @@ class LoggedPasses:
         """
         self.last_ended: OpenPass | None = None
         """The pass that ended last; None if none has ended."""
-        self.just_ended: OpenPass | None = None
+        self.ended_since_last_batch: OpenPass | None = None
         """The pass that ended last, until a loop gets its next micro-batch. That may be the loop
         around it, for an evaluation within a training loop."""
         self._num_passes: Counter[PassIdentity] = Counter()
@@ -158,9 +156,8 @@ class LoggedPasses:
             yield open_pass
             self._note_exhausted(open_pass)  # not reached if the loop is left early
         finally:
-            # After `_note_exhausted`, it may be True.
-            stays_open = open_pass.only_held_batches_remain
-            if not stays_open:
+            # `_note_exhausted` has set this if the loop still holds batches.
+            if not open_pass.only_held_batches_remain:
                 self._close(open_pass)
 
     def _note_exhausted(self, open_pass: OpenPass) -> None:
@@ -169,7 +166,7 @@ class LoggedPasses:
         If it does, `only_held_batches_remain` becomes True.
         """
         self.assign_number(open_pass)  # every rank has made this pass, so it is counted
-        self.just_ended = open_pass
+        self.ended_since_last_batch = open_pass
         if open_pass.training_pass is not None:
             held_batches = still_referenced(open_pass.training_pass.untrained)
             open_pass.only_held_batches_remain = len(held_batches) > 0
@@ -177,7 +174,7 @@ class LoggedPasses:
     def hands_out(self, open_pass: OpenPass, micro_batch: MicroBatch) -> None:
         """Records that a pass, with or without gradients, hands out a micro-batch."""
         open_pass.handed_out = micro_batch
-        self.just_ended = None
+        self.ended_since_last_batch = None
         if open_pass in self.open:  # move it to the end
             self.open.remove(open_pass)
             self.open.append(open_pass)
@@ -218,7 +215,7 @@ class LoggedPasses:
         # A pass without a number is not counted: the loop has left it, and has logged nothing.
         if open_pass.is_counted:
             self.last_ended = open_pass
-            self.just_ended = open_pass  # until a loop gets its next micro-batch
+            self.ended_since_last_batch = open_pass
 
         if open_pass.sums is not None:  # the values that the script has logged are complete now
             self._extensions.values_logged(open_pass.sums, open_pass)

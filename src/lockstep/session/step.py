@@ -1,14 +1,7 @@
 """Keeps the state of the current optimizer step. A run has one `Step`.
 
 A *pass* is one iteration of a training loop over a loader. A *delivery* is one micro-batch that the
-loop gets in a pass. The step must know which delivery a loss comes from, because that determines
-the factor of the loss. This is not always the latest delivery: a loop may fetch batches ahead, or
-keep them with `list(loader)` or `itertools.cycle(loader)`.
-
-So each delivery is remembered by the storages of its tensors. As soon as a loop has fetched a batch
-ahead, the prepared modules report the tensors that they are called with, whose storages show which
-delivery is being trained. If the source of a loss remains unknown, and its factor depends on it,
-`source_of_loss` raises an error.
+loop gets in a pass. Which delivery a loss comes from is found out in `session.loss_source`.
 
 Loaders report what they hand out; `World.backward` and the prepared optimizers report what they do
 with it. The step passes these events on to the extensions of the run (`session.extension`).
@@ -21,26 +14,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lockstep.errors import warn
 from lockstep.session.delivery import (
-    TRAIN_APART,
     Delivery,
     StorageReference,
     TrainingPass,
     check_order,
-    describe_parts,
-    mixed_sources_error,
-    next_trained,
     optimizer_steps_at,
-    skipped_batch_error,
-    still_referenced,
     two_loaders_error,
-    unknown_source_error,
-    weigh_the_same,
     weight_in_backward,
 )
 from lockstep.session.extension import Extensions
 from lockstep.session.logged_passes import LoggedPasses
+from lockstep.session.loss_source import LossSource
 from lockstep.session.micro_batch import MicroBatch, VirtualRank
 
 if TYPE_CHECKING:
@@ -117,39 +102,25 @@ class Step:
         self.pass_of_loss: TrainingPass | None = None
         """The pass of the latest loss that was passed to `World.backward`, or None."""
         self._pass_without_loader = TrainingPass()
-        """Stands for everything that is trained outside of any prepared loader. It never ends."""
+        """Stands for everything that is trained outside of any prepared loader."""
+        self._pass_without_loader.loader_ended = True
         self.training_pass = self._pass_without_loader
         """The pass that is being trained on."""
-        self._passes: list[TrainingPass] = []
+        self._open_passes: list[TrainingPass] = []
         """The training passes that are open. The one that was last trained on is at the end."""
+        self._loss_source = LossSource(self._open_passes)
         self._num_begun = 0
         """The number of global batches, over all loaders, that were begun to be trained on."""
-        self._delivery_by_storage: dict[StorageReference, Delivery | None] = {}
-        """The delivery that a storage belongs to; None if it belongs to several."""
-        self._prune_at_size = 64
-        """When the table above has this many entries, those of freed storages are removed."""
-        self._seen_in_forward: list[Delivery] = []
-        """Deliveries with which modules were called since the last backward pass."""
-        self._trainable_between_passes: list[Delivery] = []
-        """Deliveries of the pass that ended last on which the script may still train. Used while no
-        pass is open."""
-        self._trainable_beside_open_passes: list[Delivery] = []
-        """The same for all passes that ended while another pass was open: a loop over
-        `zip(itertools.cycle(one), other)` trains on both."""
         self._had_empty_part = False
         """True once this rank was handed a micro-batch without samples."""
         self._was_fetched_ahead = False
-        self._called_without_delivery = False
-        """True if a module was called, since the last backward pass, without any tensor of a
-        loader."""
-        self._warned_of_other_batches = False
         self._first_batch_at_s: float | None = None
         self._last_step_at_s = 0.0
 
     @property
     def in_training_loop(self) -> bool:
         """True while a training loop iterates over a prepared loader."""
-        return bool(self._passes)
+        return bool(self._open_passes)
 
     @property
     def micro_batch(self) -> MicroBatch:
@@ -163,16 +134,8 @@ class Step:
 
     @property
     def micro_batch_of_loop(self) -> MicroBatch:
-        """The micro-batch that the loop works on.
-
-        Example: the loop has trained on batch 1, skipped batch 2 (`continue`), and got batch 3.
-        Until the forward pass of batch 3, `micro_batch` is that of batch 2. This is that of 3.
-        """
-        training_pass = self.training_pass
-        latest = training_pass.latest_if_untrained
-        if latest is not None and training_pass.works_on_latest:
-            return latest.micro_batch
-        return training_pass.micro_batch
+        """The micro-batch that the loop works on, even if no forward pass has shown it yet."""
+        return self.training_pass.micro_batch_of_loop
 
     @property
     def key(self) -> StepKey:
@@ -180,40 +143,26 @@ class Step:
         return _latest_key(self.training_pass)
 
     def is_still_due(self, key: StepKey) -> bool:
-        """Returns True if a loop still has to make an optimizer step that it has begun.
+        """Returns True if a loop that has begun an optimizer step is still to call `step` for it.
 
-        Examples, for step 5 of a loop with two micro-batches (5a, 5b) in each step:
-
-            the loop trains on 5a or 5b                         due
-            it trains on 6a                                     not due: it has gone on
-            it trains on a batch of another loader              not due
-            the loader has ended, and the loop still holds 5b   due
-            the loader has ended, and 5b is trained             not due: the loop makes no step
-
-        A step of a single micro-batch is never due.
+        The comments are for step 5 of a loop with two micro-batches (5a, 5b) in each step.
 
         Args:
             key: the optimizer step.
         """
         training_pass = key.training_pass
         pass_has_gone_on = key != _latest_key(training_pass)
-        if pass_has_gone_on or training_pass.micro_batch.is_only_of_step:
-            return False
+        if pass_has_gone_on:
+            return False  # the loop trains on 6a
+        if training_pass.micro_batch.is_only_of_step:
+            return False  # a step of a single micro-batch is never due
 
-        is_being_trained = training_pass is self.training_pass
-        if is_being_trained:
-            return True
-
-        # A loop that has fetched everything ahead still trains when its loader has ended.
-        loader_has_ended = self._no_pass_is_current
-        return loader_has_ended and self._holds_more_of_step(training_pass)
-
-    def _holds_more_of_step(self, training_pass: TrainingPass) -> bool:
-        """Returns True if a loop holds untrained micro-batches of its present optimizer step."""
-        is_last_of_step = training_pass.micro_batch.closes_step
-        if is_last_of_step:
-            return False
-        return any(delivery.is_referenced for delivery in training_pass.untrained)
+        if training_pass is self.training_pass:
+            return True  # the loop trains on 5a or 5b
+        if not self._no_pass_is_current:
+            return False  # the script trains on a batch of another loader
+        # The loader has ended. A loop that has fetched everything ahead may still hold 5b.
+        return training_pass.holds_more_of_step
 
     @property
     def seconds(self) -> float:
@@ -239,25 +188,25 @@ class Step:
     def hand_out(self, delivery: Delivery) -> None:
         """Records that a pass hands out a micro-batch to train on.
 
-        Usually training on it begins at once. If the loop has fetched ahead, and its batches are
-        weighted differently, a forward pass has to show first which of them is trained.
+        Usually training on it begins at once.
 
         Raises:
             UsageError: two loaders are trained on, and the optimizer steps at different times.
         """
         self._end_passes_of_ended_loaders()
         training_pass = delivery.training_pass
-        self._remember(delivery)
+        self._loss_source.remember(delivery)
 
-        earlier_ones_are_trained = not training_pass.untrained
+        is_fetched_ahead = training_pass.holds_batches
         training_pass.untrained.append(delivery)
-        if earlier_ones_are_trained:
-            # The usual case: the next loss, and the next logged value, are of this delivery.
-            training_pass.source_of_loss_is_known = True
-            training_pass.batch_in_use = delivery
-            self._begin_delivery(delivery)
-        else:
+        if is_fetched_ahead:
             self._hand_out_ahead(delivery)
+            return
+
+        # The usual case: the next loss, and the next logged value, are of this delivery.
+        training_pass.source_of_loss_is_known = True
+        training_pass.batch_in_use = delivery
+        self._begin_delivery(delivery)
 
     def _end_passes_of_ended_loaders(self) -> None:
         """Ends the passes whose loaders have ended. Called when a loop fetches another batch.
@@ -266,7 +215,7 @@ class Step:
         batches, so their pass is open again while it does. When the script fetches a batch of
         another pass, it is done with them.
         """
-        for training_pass in list(self._passes):
+        for training_pass in list(self._open_passes):
             if training_pass.loader_ended:
                 self.end_pass(training_pass)
 
@@ -275,11 +224,6 @@ class Step:
 
         For example, the loop has fetched batch 1, has not trained on it, and fetches batch 2. The
         next loss may come from either, so from now on the forward passes show which one is trained.
-        Until they do, the pass has these attributes:
-
-            untrained       batches 1 and 2
-            being_trained   batch 1; batch 2 if the next loss has the same factor in either case
-            batch_in_use    batch 1; batch 2 in what may be an evaluation, or is being trained
         """
         training_pass = delivery.training_pass
         training_pass.source_of_loss_is_known = False
@@ -291,24 +235,10 @@ class Step:
         if may_be_evaluation:
             training_pass.batch_in_use = delivery
 
-        next_factor_is_known = self._any_batch_may_be_next(delivery)
-        if next_factor_is_known:
+        # If the next loss is weighted in the same way in either case, it is taken to come from the
+        # latest batch. If not, training on that begins once a forward pass has shown it.
+        if training_pass.all_batches_have_one_factor:
             self._begin_delivery(delivery)
-
-    def _any_batch_may_be_next(self, latest: Delivery) -> bool:
-        """Returns True if it makes no difference on which of its batches a loop trains next.
-
-        That is so if each batch has an optimizer step of its own and all have the same factor, for
-        example two batches of 32 samples, of which this rank has 16.
-
-        Args:
-            latest: the delivery that the loop has fetched last.
-        """
-        training_pass = latest.training_pass
-        being_trained = training_pass.being_trained
-        if being_trained is None or not latest.micro_batch.is_only_of_step:
-            return False
-        return weigh_the_same([being_trained, *training_pass.untrained])
 
     def note_empty_part(self, sample: Any) -> None:
         """Records that this rank is about to get a micro-batch without samples.
@@ -332,27 +262,17 @@ class Step:
         Args:
             storages: references to the storages of the tensors that the module is called with.
             is_output_of_prepared_module: True if one of the tensors seems to be the output of
-                another prepared module, whose call has shown the delivery.
+                another prepared module. In `decoder(encoder(batch))`, the call of the encoder has
+                shown the delivery.
 
         Raises:
             UsageError: micro-batches are trained in a different order than they were handed out.
         """
-        deliveries: list[Delivery] = []
-        for storage in storages:
-            delivery = self._delivery_by_storage.get(storage)
-            if delivery is not None and delivery not in deliveries:
-                deliveries.append(delivery)
-
-        # The usual case: the tensors belong to deliveries, which are trained now.
+        deliveries = self._loss_source.module_called(
+            storages, is_output_of_prepared_module=is_output_of_prepared_module
+        )
         for delivery in deliveries:
-            if delivery not in self._seen_in_forward:
-                self._seen_in_forward.append(delivery)
             self._note_call_with(delivery)
-
-        # Otherwise the script may have made the tensors from any batch. That is noted for
-        # `source_of_loss`, which warns of it if the batches have different factors.
-        if not deliveries and not is_output_of_prepared_module:
-            self._called_without_delivery = True
 
     def _note_call_with(self, delivery: Delivery) -> None:
         """Makes a delivery the one being trained, because a module was called with its tensors.
@@ -360,45 +280,29 @@ class Step:
         Raises:
             UsageError: it is trained in a different order than it was handed out.
         """
-        pass_of_delivery = delivery.training_pass
-        pass_of_delivery.batch_in_use = delivery
+        training_pass = delivery.training_pass
+        training_pass.batch_in_use = delivery
 
-        is_being_trained = delivery is pass_of_delivery.being_trained
-        if is_being_trained:
-            # In `for batch in loader: pass`, followed by `model(batch)`, the loader has ended since
-            # training on its last batch began.
-            if self._no_pass_is_current:
-                self.training_pass = pass_of_delivery
-        else:
-            # The loop had fetched the delivery ahead, and training on it begins now.
-            self._begin_global_batch_of(delivery)
+        has_begun = delivery is training_pass.being_trained
+        if not has_begun:  # the loop had fetched it ahead
+            self._begin_skipped_first_of(delivery)
             check_order(delivery)
             self._begin_delivery(delivery)
+        elif self._no_pass_is_current:
+            # In `for batch in loader: pass`, followed by `model(batch)`, the loader has ended, and
+            # its last batch is trained now.
+            self._loss_source.forget_kept_batches()
+            self.training_pass = training_pass
 
         # The forward pass has shown that the next loss comes from `being_trained`.
-        pass_of_delivery.source_of_loss_is_known = True
+        training_pass.source_of_loss_is_known = True
 
-    def _begin_global_batch_of(self, delivery: Delivery) -> None:
-        """Begins the global batch of a delivery if the loop has skipped its first micro-batch.
-
-        For example, a loop trains on 1b, skips 2a, 2b and 3a (`continue`), and trains on 3b. When
-        it skipped 2a, training on that had begun, but not on 2b and 3a. So global batch 3 begins
-        here, with 3a.
-        """
-        training_pass = delivery.training_pass
-        being_trained = training_pass.being_trained
-        if being_trained is None or delivery.micro_batch.first:
-            return
-        if being_trained.global_batch_number == delivery.global_batch_number:
-            return
-
-        for other in training_pass.untrained:
-            is_of_same_global_batch = other.global_batch_number == delivery.global_batch_number
-            was_skipped = not other.is_referenced
-            if other.micro_batch.first and is_of_same_global_batch and was_skipped:
-                check_order(other)
-                self._begin_delivery(other)
-                return
+    def _begin_skipped_first_of(self, delivery: Delivery) -> None:
+        """Begins the global batch of a delivery if the loop has skipped its first micro-batch."""
+        first = delivery.training_pass.skipped_first_of(delivery)
+        if first is not None:
+            check_order(first)
+            self._begin_delivery(first)
 
     def source_of_loss(self) -> MicroBatch:
         """Returns the micro-batch that a loss comes from, and records that it is trained.
@@ -408,19 +312,17 @@ class Step:
         Raises:
             UsageError: the loss may come from several micro-batches of different weight.
         """
-        deliveries_of_loss = self._find_deliveries_of_loss()
+        deliveries_of_loss = self._loss_source.find()
+        is_certain = self._loss_source.call_was_seen
         for delivery in deliveries_of_loss:
-            self._mark_trained(delivery)
+            delivery.training_pass.mark_trained(delivery)
+            if is_certain:
+                delivery.training_pass.drop_skipped_before(delivery)
         self.micro_batch_of_loss = self._micro_batch_giving_factor(deliveries_of_loss)
 
         # If an error was raised above, the calls are kept, so that a second call raises it again.
-        self._forget_calls()
+        self._loss_source.forget_calls()
         return self.micro_batch_of_loss
-
-    def _forget_calls(self) -> None:
-        """Forgets calls of modules before a backward pass: the next loss does not follow them."""
-        self._seen_in_forward = []
-        self._called_without_delivery = False
 
     def _micro_batch_giving_factor(self, deliveries_of_loss: list[Delivery]) -> MicroBatch:
         """Returns the micro-batch whose factor a loss gets: usually the one being trained.
@@ -433,216 +335,6 @@ class Step:
         if not passes_of_loss or current_pass in passes_of_loss:
             return current_pass.micro_batch
         return deliveries_of_loss[0].micro_batch
-
-    def _find_deliveries_of_loss(self) -> list[Delivery]:
-        """Returns the deliveries that a loss comes from.
-
-        Raises:
-            UsageError: the loss may come from several deliveries of different weight.
-        """
-        # In a loop that fetches nothing ahead, modules need not report their calls.
-        seen_in_forward = self._seen_in_forward
-        if not seen_in_forward:
-            self._raise_if_possible_sources_differ()
-            return self._next_of_each_pass()
-
-        # The loss may come from some of them only: the loop has skipped the others (`continue`).
-        if not weigh_the_same(seen_in_forward):
-            return self._without_skipped(seen_in_forward)
-
-        # A module was also called with tensors that no loader handed out, but that the script may
-        # have made from another batch.
-        if self._called_without_delivery:
-            self._warn_of_other_batches(seen_in_forward[0])
-        return seen_in_forward
-
-    def _without_skipped(self, seen_in_forward: list[Delivery]) -> list[Delivery]:
-        """Returns the deliveries that a loss comes from, without those that the loop has skipped.
-
-        A loop with `continue` calls a model with a batch, and then with the next one. The script
-        holds no tensor of the skipped batch any more.
-
-        Args:
-            seen_in_forward: deliveries of different weight with which modules were called since the
-                last backward pass.
-
-        Raises:
-            UsageError: the loss may come from several deliveries of different weight.
-        """
-        held = still_referenced(seen_in_forward)
-        none_was_skipped = len(held) == len(seen_in_forward)
-        if none_was_skipped:
-            raise mixed_sources_error(seen_in_forward)
-
-        held_ones_give_factor = len(held) > 0 and weigh_the_same(held)
-        if not held_ones_give_factor:
-            raise skipped_batch_error()
-
-        # The loss may come from a batch that is not held any more, after all. With virtual ranks,
-        # an error before the optimizer's step names the one without a backward pass. Without them,
-        # nothing would notice the mistake.
-        if any(delivery.micro_batch.virtual_rank is None for delivery in held):
-            raise skipped_batch_error()
-        return held
-
-    def _next_of_each_pass(self) -> list[Delivery]:
-        """Returns the deliveries that a loss is taken to come from if no forward pass has shown it.
-
-        For example, the loop `for a, b in zip(one, other)` converts both batches and then calls the
-        model: the loss comes from the latest batch of `one` and that of `other`.
-        """
-        next_deliveries = [next_trained(training_pass) for training_pass in self._passes]
-        return [delivery for delivery in next_deliveries if delivery is not None]
-
-    def _mark_trained(self, delivery: Delivery) -> None:
-        """Records that the backward pass of a delivery begins."""
-        training_pass = delivery.training_pass
-        training_pass.batch_in_use = delivery
-        training_pass.num_trained += 1
-        later_one_was_fetched = delivery.number_in_pass < training_pass.num_deliveries
-        if later_one_was_fetched:
-            training_pass.fetches_ahead = True
-        if delivery in training_pass.untrained:
-            training_pass.untrained.remove(delivery)
-
-        # Without a forward pass that was seen, it is not certain that this delivery is trained, so
-        # no earlier one is known to be skipped.
-        was_seen_in_forward = delivery in self._seen_in_forward
-        if not was_seen_in_forward:
-            return
-
-        # Example: batch 3 is trained now. No backward pass was made for batch 2, and the script
-        # does not hold its tensors any more: the loop has skipped batch 2.
-        still_untrained = []
-        for other in training_pass.untrained:
-            is_earlier = other.number_in_pass < delivery.number_in_pass
-            was_skipped = is_earlier and not other.is_referenced
-            if not was_skipped:
-                still_untrained.append(other)
-
-        training_pass.untrained = still_untrained
-
-    def _raise_if_possible_sources_differ(self) -> None:
-        """Raises UsageError if a loss may come from deliveries of different weight.
-
-        Called if no forward pass has shown which delivery the loss comes from.
-        """
-        # Outside of all loops, the script may hold batches of a loader that has ended.
-        if self._no_pass_is_current:
-            self._check_loss_is_of_no_loader()
-            return
-
-        # In each open pass, the loss may come from the delivery being trained. If the loop has
-        # fetched ahead, and no forward pass has shown which of its batches comes next, the loss may
-        # come from any delivery that no backward pass has followed yet.
-        of_open_passes: list[Delivery] = []
-        for training_pass in self._passes:
-            if training_pass.being_trained is not None:
-                of_open_passes.append(training_pass.being_trained)
-            if not training_pass.source_of_loss_is_known:
-                of_open_passes += training_pass.untrained
-
-        # Batches of ended passes that the script still holds are possible, too.
-        of_ended_passes = still_referenced(self._trainable_beside_open_passes)
-        possible = [*of_open_passes, *of_ended_passes]
-        if weigh_the_same(possible):
-            return
-
-        # They weigh differently, for one of three reasons. 1: a loop goes on over one loader, and
-        # the script holds batches of another loader, which has ended.
-        differ_because_of_ended_passes = weigh_the_same(of_open_passes)
-        if differ_because_of_ended_passes:
-            raise unknown_source_error(
-                possible,
-                "of two loaders, one of which has ended",
-                "begin another pass over the loader that ends first instead of itertools.cycle, "
-                "which keeps its batches; " + TRAIN_APART,
-            )
-
-        # 2: two loaders are trained on at once.
-        open_passes = {delivery.training_pass for delivery in of_open_passes}
-        two_loaders_are_trained_on = len(open_passes) > 1
-        if two_loaders_are_trained_on:
-            raise mixed_sources_error(of_open_passes)
-
-        # 3: one loop has fetched batches ahead.
-        raise unknown_source_error(of_open_passes, "that no backward pass has followed yet")
-
-    def _check_loss_is_of_no_loader(self) -> None:
-        """Raises UsageError if a loss may come from a batch of the pass that ended last.
-
-        No pass is open, but the script may still hold batches. This is an error only if their
-        losses have to be weighted, so not for `plain` micro-batches.
-        """
-        deliveries_in_script = []
-        for delivery in self._trainable_between_passes:
-            if delivery.is_referenced and not delivery.micro_batch.plain:
-                deliveries_in_script.append(delivery)
-        if deliveries_in_script:
-            raise unknown_source_error(deliveries_in_script, "of a loader that has ended")
-
-    def _warn_of_other_batches(self, recognised: Delivery) -> None:
-        """Warns once if a loss may also come from a batch of another loader, of different weight.
-
-        For example, the loss is `f(a) + f(b.half())`, with batches `a` and `b` of two loaders. Only
-        `a` is recognised, so the whole loss gets the factor of `a`. This rank has 4 of the 8
-        samples of `a`, and 3 of the 8 samples of `b`, so `f(b.half())` needs another factor.
-
-        Args:
-            recognised: the batch with which a forward pass was called.
-        """
-        if self._warned_of_other_batches:
-            return
-
-        different = []
-        for other in self._batches_held_by_script():
-            is_of_other_pass = other.training_pass is not recognised.training_pass
-            if is_of_other_pass and not weigh_the_same([recognised, other]):
-                different.append(other)
-
-        if not different:
-            return
-
-        self._warned_of_other_batches = True
-        parts = describe_parts([recognised, *different])
-        warn(
-            "one world.backward(loss) while two loaders are trained on",
-            "the prepared model was called with a batch of one loader, and with tensors that no "
-            f"loader gave. Of the two loaders' batches this rank has {parts} "
-            "samples, which count differently; the loss is taken to come from the first alone, so "
-            "its weight is wrong if these tensors were made of the other batch",
-            TRAIN_APART,
-        )
-
-    def _batches_held_by_script(self) -> list[Delivery]:
-        """Returns the batches that the script has not trained yet, or may train again."""
-        held: list[Delivery] = []
-        for training_pass in self._passes:
-            held += training_pass.untrained
-        return held + still_referenced(self._trainable_beside_open_passes)
-
-    def _remember(self, delivery: Delivery) -> None:
-        """Remembers the storages of a delivery, and forgets freed storages from time to time."""
-        table = self._delivery_by_storage
-        for storage in delivery.storages:
-            is_shared_by_several = storage in table and table[storage] is not delivery
-            if is_shared_by_several:
-                table[storage] = None  # the storage identifies none of them from now on
-            else:
-                table[storage] = delivery
-
-        if len(table) >= self._prune_at_size:
-            self._forget_freed_storages()
-            # Pruning again only when the table has doubled keeps its cost per entry constant.
-            self._prune_at_size = max(64, 2 * len(self._delivery_by_storage))
-
-    def _forget_freed_storages(self) -> None:
-        """Removes the entries of freed storages from the table of deliveries."""
-        alive: dict[StorageReference, Delivery | None] = {}
-        for storage, delivery in self._delivery_by_storage.items():
-            if not storage.expired():
-                alive[storage] = delivery
-        self._delivery_by_storage = alive
 
     def _watch_forward_passes(self) -> None:
         """Makes the prepared modules report their calls to `module_called` from now on."""
@@ -661,18 +353,17 @@ class Step:
         """Begins training on a micro-batch of a pass, and notifies the extensions.
 
         Returns:
-            The micro-batch as it is trained. In the first `num_common_steps` global batches, in
-            which all virtual ranks train one model, it has no virtual rank.
+            The micro-batch as it is trained: without its virtual rank in the first
+            `num_common_steps` global batches, in which all virtual ranks train one model.
 
         Raises:
             UsageError: two loaders are trained on, and the optimizer steps at different times.
         """
-        # Stored first, because the micro-batch of a common step loses it below.
         self.virtual_rank = micro_batch.virtual_rank
         is_common_step = self.number < self.num_common_steps
         if is_common_step:
             micro_batch = micro_batch.without_virtual_rank()
-        self._prepare_for_other_passes(training_pass, micro_batch)  # may raise an error
+        self._check_fits_other_loops(training_pass, micro_batch)
 
         if self._first_batch_at_s is None:
             self._first_batch_at_s = time.perf_counter()
@@ -686,9 +377,11 @@ class Step:
 
     def _make_current(self, training_pass: TrainingPass) -> None:
         """Makes a pass the one that is being trained, and puts it at the end of the open passes."""
-        if training_pass in self._passes:
-            self._passes.remove(training_pass)
-        self._passes.append(training_pass)
+        if not self._open_passes:
+            self._loss_source.forget_kept_batches()
+        if training_pass in self._open_passes:
+            self._open_passes.remove(training_pass)
+        self._open_passes.append(training_pass)
         self.training_pass = training_pass
 
     def _note_order_of_global_batches(self, training_pass: TrainingPass) -> None:
@@ -701,18 +394,16 @@ class Step:
         training_pass.previous_begun_at = training_pass.begun_at
         training_pass.begun_at = self._num_begun
 
-    def _prepare_for_other_passes(
-        self, training_pass: TrainingPass, micro_batch: MicroBatch
-    ) -> None:
-        """Prepares for training on a micro-batch together with those of other open passes.
+    def _check_fits_other_loops(self, training_pass: TrainingPass, micro_batch: MicroBatch) -> None:
+        """Checks that a micro-batch can be trained while loops over other loaders are running.
 
-        If these micro-batches have different factors for their losses, the forward passes of the
-        prepared modules are watched from now on, to show which micro-batch a loss comes from.
+        If their batches have another factor for the loss, the forward passes of the prepared
+        modules are watched from now on, to show which loader's batch a loss comes from.
 
         Raises:
-            UsageError: the optimizer would step in the middle of another pass's global batch.
+            UsageError: the optimizer would step in the middle of another loop's global batch.
         """
-        for other in self._passes:
+        for other in self._open_passes:
             if other is training_pass:
                 continue
 
@@ -722,80 +413,38 @@ class Step:
 
             same_factor = weight_in_backward(other.micro_batch) == weight_in_backward(micro_batch)
             if not same_factor:
-                self._watch_forward_passes()  # they report their calls from now on
+                self._watch_forward_passes()
 
     def end_pass(self, training_pass: TrainingPass, *, exhausted: bool = False) -> None:
         """Ends a pass. If it ended in the middle of a global batch, gradients are cleared.
 
-        The script may have kept batches of the pass, and train on them later. They are remembered,
-        so that their losses are recognised.
+        The script may hold batches of the pass, and train on them later. They are kept in mind, so
+        that their losses are recognised.
 
         Args:
             training_pass: the pass.
             exhausted: True if the loader has no more batches; False if the loop was left early.
         """
-        if training_pass not in self._passes:  # nothing of it was trained, or it ended earlier
+        if training_pass not in self._open_passes:  # nothing of it was trained, or it ended earlier
             return
 
-        self._passes.remove(training_pass)
+        self._open_passes.remove(training_pass)
         training_pass.loader_ended = True
         training_pass.is_exhausted = exhausted
-        if self._passes:
-            self.training_pass = self._passes[-1]
+        if self._open_passes:
+            self.training_pass = self._open_passes[-1]
         else:
             self.training_pass = self._pass_without_loader
-            self.virtual_rank = None  # only batches of a loader belong to one
+            self.virtual_rank = None  # outside of loaders there are no virtual ranks
 
         if training_pass.leaves_gradients():
             self.extensions.clear_gradients()
 
-        self._remember_trainable(training_pass)
-        self.extensions.pass_ended()
-
-    def _remember_trainable(self, ended_pass: TrainingPass) -> None:
-        """Remembers the batches of an ended pass on which the script may still train.
-
-        - `_trainable_between_passes` is used while no pass is open: a loss may then come from the
-          pass that ended last.
-        - `_trainable_beside_open_passes` is used while another pass is open: in a loop over
-          `zip(itertools.cycle(one), other)`, the pass over `one` ends, and the loop trains on its
-          batches again. So a loss may come from any pass that has ended since this loop began. Here
-          the list holds the batches of `one` until the pass over `other` has ended, too.
-        """
-        trainable = self._still_trainable(ended_pass)
-        self._trainable_between_passes = trainable
-
-        another_pass_is_open = bool(self._passes)
-        if another_pass_is_open:
-            all_trainable = [*self._trainable_beside_open_passes, *trainable]
-            self._trainable_beside_open_passes = still_referenced(all_trainable)
-        else:  # no loop is open that could train on batches of an ended pass
-            self._trainable_beside_open_passes = []
-
-        some_losses_are_weighted = any(not delivery.micro_batch.plain for delivery in trainable)
+        kept_batches = self._loss_source.keep_batches_of(training_pass)
+        some_losses_are_weighted = any(not kept.micro_batch.plain for kept in kept_batches)
         if some_losses_are_weighted:
-            self._watch_forward_passes()  # they show which batch a loss comes from
-
-    def _still_trainable(self, training_pass: TrainingPass) -> list[Delivery]:
-        """Returns the batches of an ended pass on which the script may still train.
-
-        If the script holds the tensors of several batches, it keeps them on purpose, as
-        `itertools.cycle` does, and may train on each of them again. If it holds only one, that is
-        the last batch of an ordinary loop, in its variable `batch`. The loop may still train on it
-        only if it has not done so yet.
-        """
-        referenced: list[Delivery] = []
-        deliveries = dict.fromkeys(self._delivery_by_storage.values())  # each once, in order
-        for delivery in deliveries:
-            if delivery is None:  # the table has None for a storage that several deliveries share
-                continue
-            if delivery.training_pass is training_pass and delivery.is_referenced:
-                referenced.append(delivery)
-
-        script_keeps_batches = len(referenced) > 1
-        if script_keeps_batches:
-            return referenced
-        return [delivery for delivery in referenced if delivery in training_pass.untrained]
+            self._watch_forward_passes()
+        self.extensions.pass_ended()
 
     def weigh_loss(self, loss: Tensor) -> Tensor:
         """Multiplies a loss by its factor, and adds it to the loss of the global batch.
@@ -812,74 +461,17 @@ class Step:
         scale = self.micro_batch_of_loss.scale
         weighted_loss = loss if scale == 1.0 else loss * scale
 
-        # A loss without weight adds 0, although it may be NaN. So does the loss of a micro-batch
-        # that another process has, and this one repeats to check a device.
-        has_no_weight = scale == 0.0
-        current_micro_batch = self.micro_batch
-        only_checks_device = current_micro_batch.is_repeat
-        if has_no_weight or only_checks_device:
+        has_no_weight = scale == 0.0  # NaN * 0 is NaN, so zeros are added instead
+        # A micro-batch that only checks a device is counted by the process that has it.
+        is_counted_elsewhere = self.micro_batch.is_repeat
+        if has_no_weight or is_counted_elsewhere:
             loss_to_add = weighted_loss.new_zeros(())
         else:
             loss_to_add = weighted_loss.detach()
 
-        self._add_loss(loss_to_add)
+        self.training_pass.add_loss(loss_to_add)
+        self.pass_of_loss = self.training_pass
         return weighted_loss
-
-    def _add_loss(self, loss_to_add: Tensor) -> None:
-        """Adds a weighted loss to the sums of the global batch that is being trained.
-
-        The mean of the sums over the processes is the loss of the global batch. With virtual ranks,
-        that is the mean of the weighted losses over the virtual ranks. So each of them is divided
-        by the number of virtual ranks of a process. Example: 4 virtual ranks on 2 processes, with a
-        mean of 4.0.
-
-            process   weighted losses of its virtual ranks   its sum
-            0         1.0 and 3.0                            (1.0 + 3.0) / 2 = 2.0
-            1         5.0 and 7.0                            (5.0 + 7.0) / 2 = 6.0
-
-            loss of the global batch: (2.0 + 6.0) / 2 = 4.0
-
-        The loss for the backward pass is not divided, as gradients are averaged over the virtual
-        ranks.
-        """
-        training_pass = self.training_pass
-        virtual_rank = training_pass.micro_batch.virtual_rank
-        self._forget_loss_of_last_step(training_pass)
-
-        # If all virtual ranks train one model, the loss of each is also kept by itself.
-        trains_common_model = virtual_rank is not None and not virtual_rank.has_own_step
-        if virtual_rank is not None and trains_common_model:
-            self._add_loss_of_virtual_rank(training_pass, virtual_rank, loss_to_add)
-
-        if virtual_rank is not None and virtual_rank.virtual_ranks_per_process != 1:
-            loss_to_add = loss_to_add / virtual_rank.virtual_ranks_per_process
-        training_pass.loss = loss_to_add + training_pass.loss
-        self.pass_of_loss = training_pass
-
-    def _forget_loss_of_last_step(self, training_pass: TrainingPass) -> None:
-        """Resets the sum of losses after an optimizer step outside of any loader.
-
-        Without a loader nothing tells where a global batch begins, so each optimizer step ends one.
-        """
-        is_used_up = training_pass.loader_ended and not training_pass.untrained
-        without_loader = training_pass is self._pass_without_loader or is_used_up
-        if without_loader and training_pass.stepped:
-            training_pass.loss = 0.0
-            training_pass.stepped = False
-
-    def _add_loss_of_virtual_rank(
-        self, training_pass: TrainingPass, virtual_rank: VirtualRank, weighted_loss: Tensor
-    ) -> None:
-        """Adds a weighted loss to the virtual rank's loss in the current global batch."""
-        losses = training_pass.loss_of_virtual_rank
-        if training_pass.micro_batch.first:
-            losses.clear()
-        if virtual_rank.contributes:
-            number = virtual_rank.number
-            if number in losses:
-                losses[number] = losses[number] + weighted_loss
-            else:
-                losses[number] = weighted_loss
 
     def mark_stepped(self) -> None:
         """Records that a prepared optimizer has stepped.
@@ -892,14 +484,15 @@ class Step:
         is_first_step_of_global_batch = not training_pass.stepped
         is_outside_of_loader = self._no_pass_is_current
         if is_first_step_of_global_batch or is_outside_of_loader:
-            self.extensions.step_finished(self.number)  # the first global batch has the number 0
-            self.number += 1
+            number_of_this_step = self.number  # from 0
+            self.extensions.step_finished(number_of_this_step)
+            self.number = number_of_this_step + 1
             self.samples += training_pass.micro_batch.global_samples
             self._last_step_at_s = time.perf_counter()
 
         training_pass.stepped = True
         training_pass.ever_stepped = True
-        for other in self._passes:
+        for other in self._open_passes:
             # A loop over `zip(one, other)` makes one step for the batches of both. So both passes
             # are trained on, and neither is taken for an evaluation.
             if _are_fetched_together(other, training_pass):
@@ -918,7 +511,7 @@ class Step:
         if training_pass.has_stepped_for_current_batch:
             return True
 
-        for other in self._passes:
+        for other in self._open_passes:
             is_fetched_together = _are_fetched_together(training_pass, other)
             if is_fetched_together and other.has_stepped_for_current_batch:
                 return True

@@ -60,8 +60,7 @@ class BatchNormNotes:
             self._micro_batch_size = micro_batch_size
             self._num_micro_batches = num_micro_batches
 
-        # If BatchNorm is synchronised, a line of the startup summary says over which samples. (With
-        # sync_batchnorm=False, another line has said that statistics differ from one device's.)
+        # A line of the startup summary says of which samples the statistics are.
         if self._has_synchronised_batchnorm:
             if self._run.settings.virtual_ranks is None:
                 what = f"of each micro-batch of loader {number}, over all ranks"

@@ -60,27 +60,25 @@ def may_become_argument(line: Location) -> bool:
     if tree is None:
         return False
 
-    # The head of a loop, such as `for i in range(len(loader))`, is no simple statement.
+    # The head of a loop, such as `for i in range(len(loader))`, is no simple statement, so no
+    # statement is found there.
     statements = [node for node in ast.walk(tree) if isinstance(node, SIMPLE_STATEMENTS)]
     statement = _statement_at(number, statements)
-    if statement is None:
+    if statement is None or _contains_print(statement):
         return False
+    return _passes_on_value(statement) or _reaches_call(statement, statements)
 
-    # `print(len(loader))` is a call too, but does not compute anything with the value.
-    if _contains_print(statement):
-        return False
 
-    # `return 3 * len(loader)`, or `build(3 * len(loader))`. The second is an `ast.Expr`, a
-    # statement that consists of an expression only.
-    if isinstance(statement, ast.Return | ast.Expr):
-        return True
+def _passes_on_value(statement: ast.stmt) -> bool:
+    """Returns True if a statement passes on a value that `len(loader)` in it is part of.
 
-    # `schedule = build(3 * len(loader))`
-    if _contains_other_call_than_len(statement):
-        return True
-
-    # `steps = 3 * len(loader)`: True if another statement passes on `steps`.
-    return _reaches_call(statement, statements)
+    return 3 * len(loader)               True
+    build(3 * len(loader))               True: an `ast.Expr`, that is an expression by itself
+    schedule = build(3 * len(loader))    True
+    steps = 3 * len(loader)              False
+    """
+    is_return_or_expression = isinstance(statement, ast.Return | ast.Expr)
+    return is_return_or_expression or _contains_other_call_than_len(statement)
 
 
 def _statement_at(line_number: int, statements: Sequence[ast.stmt]) -> ast.stmt | None:
@@ -101,30 +99,30 @@ def _contains_other_call_than_len(statement: ast.stmt) -> bool:
 
 
 def _reaches_call(assignment: ast.stmt, statements: Sequence[ast.stmt]) -> bool:
-    """Returns True if an assigned value is an argument of a call, perhaps through other variables.
+    """Returns True if an assigned value is used in a call, perhaps through other variables.
+
+    Example: `steps = 3 * len(loader)` is followed by `total = 2 * steps` and `build(total)`.
 
     Args:
         assignment: the statement that assigns the value.
         statements: all simple statements of the script.
     """
-    # `steps = 3 * len(loader)` followed by `total = 2 * steps`: the names are `steps` and `total`.
-    # The search is repeated until no further name is found.
     names_with_value = _names_assigned(assignment)
     while True:
-        readers = []
-        for statement in statements:
-            reads_value = not names_with_value.isdisjoint(_names_read(statement))
-            # `print(steps)` is a call too, but does not compute anything with the value.
-            if reads_value and not _contains_print(statement):
-                readers.append(statement)
-
-        if any(_contains_call(statement) for statement in readers):
+        users = [each for each in statements if _computes_with(each, names_with_value)]
+        if any(_contains_call(statement) for statement in users):
             return True
 
-        further_names = set().union(*map(_names_assigned, readers)) - names_with_value
+        further_names = set().union(*map(_names_assigned, users)) - names_with_value
         if not further_names:
             return False
         names_with_value |= further_names
+
+
+def _computes_with(statement: ast.stmt, names: set[str]) -> bool:
+    """Returns True if a statement reads one of some variables, and not only prints."""
+    reads_one = not names.isdisjoint(_names_read(statement))
+    return reads_one and not _contains_print(statement)
 
 
 def _contains_call(statement: ast.stmt) -> bool:

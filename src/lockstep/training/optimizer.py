@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,22 @@ class DelegatesToInner:
         if name == "inner":  # not set yet while the object is copied or unpickled
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+
+class GroupsOnOneDevice(NamedTuple):
+    """The parameter groups that an optimizer would have on one device.
+
+    A saved state numbers the parameters over all groups, for example 0 to 9. Under a pipeline with
+    two stages, the second rank may have the parameters 5 to 9.
+    """
+
+    sizes: list[int]
+    """The number of parameters in each group, over all ranks."""
+    numbers_here: list[list[int]]
+    """For each group, the numbers of those parameters that are on this rank."""
+    origins: list[list[tuple[nn.Module, str]]]
+    """For each group, the prepared module of each parameter, over all ranks, and the parameter's
+    name in it, which is "" if it is not known."""
 
 
 class PreparedOptimizer(DelegatesToInner, Optimizer):
@@ -81,15 +97,8 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         self.has_prepared_scheduler = False
         """True if a scheduler of this optimizer is prepared, or if the warning about one that is
         not was given."""
-        self.numbers_on_one_device: list[list[int]] | None = None
-        """If other ranks have some of the parameters: for each group, the numbers that the
-        parameters on this rank would have on one device."""
-        self.origins_on_one_device: list[list[tuple[nn.Module, str]]] = []
-        """If other ranks have some of the parameters: for each group, the prepared module of each
-        parameter, over all ranks, and the parameter's name in it."""
-        self.num_parameters_of_groups: list[int] = []
-        """If other ranks have some of the parameters: the number of parameters in each group, over
-        all ranks."""
+        self.groups_on_one_device: GroupsOnOneDevice | None = None
+        """None if this rank has all parameters of the optimizer."""
 
         self.versions = OptimizerVersions(inner)
         """The states of virtual ranks that train copies of the model."""
@@ -117,7 +126,7 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         if closure is not None:
             _check_closure_sees_whole_batch(self._step.micro_batch)
         else:
-            self._find_micro_batch_of_own_backward()
+            self._find_micro_batch_of_plain_backward()
             self._check_backward()
 
         micro_batch = self._step.micro_batch
@@ -140,10 +149,10 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         self.versions.put_in_optimizer(virtual_rank.number)
         self.versions.drop_common_if_unused(virtual_rank.num_on_process)
 
-    def _find_micro_batch_of_own_backward(self) -> None:
-        """Finds out which micro-batch a script has trained that calls `loss.backward()` by itself.
+    def _find_micro_batch_of_plain_backward(self) -> None:
+        """Finds out which micro-batch is trained by a script that calls `loss.backward()`.
 
-        `World.backward` finds it out for its loss, so nothing is done after it.
+        `World.backward` finds it out for its loss, so nothing is done after that.
         """
         called_world_backward = self._step.training_pass.num_backwards > 0
         if not called_world_backward:
@@ -171,17 +180,7 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         else:
             evaluate = partial(self._evaluate_closure, closure)
 
-        self.stepping = True
-        try:
-            result, self.skipped = self._precision.step(self.inner, evaluate)
-        except Exception as error:
-            explained = self._explain_error_of_step(error)
-            if explained is not None:
-                raise explained from error
-            raise
-        finally:
-            self.stepping = False
-
+        result = self._step_inner(evaluate)
         self.step_calls.note_step(key)
 
         # If virtual ranks train copies of the model, the optimizer steps once for each of them. The
@@ -195,6 +194,27 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
             extensions.global_batch_trained(self.modules)
 
         self._step.enter_phase("other")
+        return result
+
+    def _step_inner(self, evaluate: Callable[[], Any] | None) -> Any:
+        """Makes the inner optimizer step, unless the loss scaler skips the step.
+
+        Args:
+            evaluate: evaluates the closure of the step; None without one.
+
+        Returns:
+            The return value of the inner optimizer.
+        """
+        self.stepping = True
+        try:
+            result, self.skipped = self._precision.step(self.inner, evaluate)
+        except Exception as error:
+            explained = self._explain_error_of_step(error)
+            if explained is not None:
+                raise explained from error
+            raise
+        finally:
+            self.stepping = False
         return result
 
     def _explain_error_of_step(self, error: Exception) -> UsageError | None:
@@ -223,7 +243,7 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         return self._mean_over_global_batch(loss)
 
     def _mean_over_global_batch(self, loss: Any) -> Any:
-        """Returns the mean loss over the global batch, for the mean loss over this rank's samples.
+        """Returns the mean loss over the global batch. `loss` is the mean over this rank's samples.
 
         The scale of a micro-batch is the number of this rank's samples, divided by that of all
         samples, times the number of ranks. For example, two ranks with 3 samples and 1 sample have
@@ -255,8 +275,7 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
             step(), zero_grad()   in micro-batch 1: the optimizer steps, and gradients are cleared
         """
         if self.step_calls.gradients_are_kept():
-            # The first note is for `clear_if_postponed`, the second one for a check of the next
-            # backward pass.
+            # `clear_if_postponed` looks whether this step was made after all.
             self._step_with_postponed_clearing = self.step_calls.key_of_latest_call
             self.step_calls.note_postponed_clearing()
             return
@@ -299,17 +318,18 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         # The inner optimizer may hold the state of another virtual rank.
         self.versions.put_first_in_optimizer()
         state: dict[str, Any] = self.inner.state_dict()
-        if self.numbers_on_one_device is None:  # this rank has all parameters
+        groups = self.groups_on_one_device
+        if groups is None:
             return state
 
         # Other ranks have some of the parameters. The inner optimizer numbers only the parameters
         # on this rank, from 0; in the result they get the numbers that they have on one device.
-        global_numbers = list(chain(*self.numbers_on_one_device))
+        global_numbers = list(chain(*groups.numbers_here))
         entries = {}
         for number_here, entry in state["state"].items():
             entries[global_numbers[number_here]] = entry
 
-        return _replace_entries(state, entries, self.num_parameters_of_groups)
+        return _replace_entries(state, entries, groups.sizes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state that `state_dict` returned, on this rank or on one device.
@@ -337,29 +357,30 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         """Returns a state for the parameters on this rank only, numbered from 0.
 
         If this rank has parameter 1 of the first parameter group and parameters 3 and 4 of the
-        second, `numbers_on_one_device` is `[[1], [3, 4]]`, and they get the numbers 0, 1 and 2.
+        second, `numbers_here` is `[[1], [3, 4]]`, and they get the numbers 0, 1 and 2.
 
         Args:
             state_dict: the state for all parameters, numbered as on one device. If this rank has
                 all parameters, it is returned unchanged.
         """
-        if self.numbers_on_one_device is None:  # this rank has all parameters
+        groups = self.groups_on_one_device
+        if groups is None:
             return state_dict
 
         saved_entries = state_dict["state"]
-        global_numbers = list(chain(*self.numbers_on_one_device))
+        global_numbers = list(chain(*groups.numbers_here))
         entries = {}
         for number_here, global_number in enumerate(global_numbers):
             if global_number in saved_entries:
                 entries[number_here] = saved_entries[global_number]
 
-        num_parameters_here = [len(numbers) for numbers in self.numbers_on_one_device]
+        num_parameters_here = [len(numbers) for numbers in groups.numbers_here]
         return _replace_entries(state_dict, entries, num_parameters_here)
 
     @property
     def partial(self) -> bool:
         """True if other ranks have parameters that are not on this rank."""
-        return self.numbers_on_one_device is not None
+        return self.groups_on_one_device is not None
 
     def check_gradients_are_there(self) -> None:
         """Raises UsageError if gradients were cleared in the middle of a global batch."""
@@ -540,8 +561,8 @@ def _check_closure_sees_whole_batch(micro_batch: MicroBatch) -> None:
             "leave virtual_ranks out, or use an optimizer without closures",
         )
 
-    # `micro_batch_size` divides global batches. With shares "auto" the first global batch is
-    # divided, too: its first samples serve to measure the speeds.
+    # Global batches are divided by `micro_batch_size`. With shares "auto" the first one is divided,
+    # too: its first samples serve to measure the speeds.
     is_whole_global_batch = micro_batch.first and micro_batch.last
     if not is_whole_global_batch:
         raise UsageError(
@@ -553,7 +574,7 @@ def _check_closure_sees_whole_batch(micro_batch: MicroBatch) -> None:
 
 
 def _replace_entries(
-    state: dict[str, Any], entries: dict[int, Any], num_parameters_of_groups: Sequence[int]
+    state: dict[str, Any], entries: dict[int, Any], sizes_of_groups: Sequence[int]
 ) -> dict[str, Any]:
     """Returns an optimizer's state with new entries and other numbers of parameters in the groups.
 
@@ -563,13 +584,13 @@ def _replace_entries(
     Args:
         state: what an optimizer's `state_dict` returned; it is not changed.
         entries: the new state of each parameter, by the number of the parameter.
-        num_parameters_of_groups: the new number of parameters in each group.
+        sizes_of_groups: the new number of parameters in each group.
     """
     groups = []
     next_number = 0
     # The state may come from an optimizer with another number of groups. Then only the groups that
     # both have are kept.
-    for group, count in zip(state["param_groups"], num_parameters_of_groups, strict=False):
+    for group, count in zip(state["param_groups"], sizes_of_groups, strict=False):
         numbers = list(range(next_number, next_number + count))
         groups.append({**group, "params": numbers})
         next_number += count

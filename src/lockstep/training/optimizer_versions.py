@@ -47,8 +47,8 @@ class OptimizerVersions:
 
         is_first_time = virtual_rank not in self._stored
         if is_first_time:
-            # Before the first virtual rank, the optimizer has held the common state. There is none
-            # if `load` has dropped it: then the loaded state replaces the empty one.
+            # The common state is missing only if `load` has dropped it. `load` then sets the state
+            # of the virtual rank itself, so it begins empty.
             common_state = self._stored.get(COMMON, {})
             state: dict[Any, Any] = defaultdict(dict)
             for parameter, entry in common_state.items():

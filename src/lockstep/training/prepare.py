@@ -53,7 +53,7 @@ from lockstep.torch_compat import BatchNorm, let_compile_again, without_compile
 from lockstep.training.agreement import check_equal_on_ranks
 from lockstep.training.batchnorm_notes import BatchNormNotes
 from lockstep.training.forward_watch import ForwardWatch
-from lockstep.training.optimizer import PreparedOptimizer
+from lockstep.training.optimizer import GroupsOnOneDevice, PreparedOptimizer
 from lockstep.training.optimizer_kinds import (
     choose_foreach,
     refuse_optimizer_with_bits_that_depend_on_shards,
@@ -388,8 +388,7 @@ class Preparer:
         if not self.strategy.spreads_model(self.run):
             deferred.give_memory(self.run.device)
         if self.strategy.needs_values:
-            # This reads the weight files, and only notes which values come from none. `fill`
-            # computes those.
+            # Reads the values that are in weight files; `fill` computes the remaining ones.
             lines_to_print = deferred.read_files_and_defer(PreparedModule(module=module))
             deferred.fill()
             self.choices += lines_to_print
@@ -461,7 +460,8 @@ class Preparer:
                 self._synchronize_batchnorm(module)
             return
 
-        # Second case: virtual ranks that each have their own batch statistics.
+        # Second case: virtual ranks that each have their own batch statistics. The line to print:
+        # "batchnorm: statistics (of each virtual rank, as DDP has them; running ones: their mean)".
         if not virtual_rank_batchnorm.is_synchronised(module, self.run):
             reason = "of each virtual rank, as DDP has them; running ones: their mean"
             self._note_choice("batchnorm", "statistics", reason)
@@ -470,13 +470,13 @@ class Preparer:
         # Third case: virtual ranks that share statistics. A line to print is, for example,
         # "batchnorm: 2 synchronised (statistics of the global batch, as on one device)".
         self._batchnorm_notes.note_synchronised_module()
-        samples_text = "the global batch, as on one device"
+        statistics_of = "the global batch, as on one device"
         if self._may_use_micro_batches():
-            samples_text = "each micro-batch over all virtual ranks, not of the global batch"
+            statistics_of = "each micro-batch over all virtual ranks, not of the global batch"
 
         # The layers are changed in place.
         lines_to_print = virtual_rank_batchnorm.synchronise_batchnorm(
-            module, self.run, samples_text
+            module, self.run, statistics_of
         )
         self.choices += lines_to_print
 
@@ -490,16 +490,14 @@ class Preparer:
         group = self.run.groups.get(self._plan.statistics_group)
         converted = sync_batchnorm.convert(module, group)
 
-        # Virtual ranks of a strategy are replicas that train copies of the model (DiLoCo).
-        if self._plan.virtual_ranks is not None:
-            samples_text = "the replica's part of the global batch"
+        # What follows "statistics of" in the line to print.
+        if self._plan.virtual_ranks is not None:  # DiLoCo's replicas, which train copies
+            statistics_of = "the replica's part of the global batch"
         elif self._may_use_micro_batches():
-            samples_text = "each micro-batch over all ranks, not of the global batch"
+            statistics_of = "each micro-batch over all ranks, not of the global batch"
         else:
-            samples_text = "the global batch, as on one device"
-
-        # Lines to print, such as "statistics of the global batch, as on one device".
-        self.choices += converted.choices(computed_by="rank", samples=samples_text)
+            statistics_of = "the global batch, as on one device"
+        self.choices += converted.choices(computed_by="rank", samples=statistics_of)
 
     def _may_use_micro_batches(self) -> bool:
         """Returns True if some loader computes, or may later compute, several micro-batches.
@@ -529,13 +527,9 @@ class Preparer:
         """
         modules = self._modules_of(optimizer)
 
-        # A saved state numbers the parameters as on one device, e.g. 0 to 9. To save and load it,
-        # the optimizer must know which of these numbers the parameters on this rank have, e.g. 5
-        # to 9 in the second stage of a pipeline. What is known of all parameters is looked up
-        # before `_replace_parameters` removes those that are on other ranks.
-        num_parameters_of_groups = [len(group["params"]) for group in optimizer.param_groups]
-        origins_of_groups = self._origins_of_parameters(optimizer)
-        parameter_numbers_here = self._replace_parameters(optimizer)
+        # Looked up before the parameters that are on other ranks are removed.
+        groups_on_one_device = self._groups_on_one_device(optimizer)
+        self._replace_parameters(optimizer)
 
         refuse_optimizer_wrong_on_shards(optimizer)
         if self.run.settings.virtual_ranks is not None:
@@ -551,9 +545,7 @@ class Preparer:
 
         some_are_on_other_ranks = any(new is None for new in self._replacement.values())
         if some_are_on_other_ranks:
-            prepared.numbers_on_one_device = parameter_numbers_here
-            prepared.num_parameters_of_groups = num_parameters_of_groups
-            prepared.origins_on_one_device = origins_of_groups
+            prepared.groups_on_one_device = groups_on_one_device
 
         self.optimizers.append(prepared)
         for extension in prepared.extensions:
@@ -587,57 +579,55 @@ class Preparer:
 
         return modules
 
-    def _origins_of_parameters(self, optimizer: Optimizer) -> list[list[tuple[nn.Module, str]]]:
-        """Returns, for each group, the prepared module of each parameter and its name in it.
+    def _groups_on_one_device(self, optimizer: Optimizer) -> GroupsOnOneDevice:
+        """Describes the parameter groups of an optimizer as they are on one device.
 
-        The name is "" if it is not known. This is called before the parameters that are on other
-        ranks are removed.
+        Called before the parameters that are on other ranks are removed.
         """
-        origins_of_groups = []
+        groups_on_one_device = GroupsOnOneDevice(sizes=[], numbers_here=[], origins=[])
+        next_number = 0
         for group in optimizer.param_groups:
+            numbers_here = []
             origins = []
             for parameter in group["params"]:
+                is_here = self._replacement.get(parameter, parameter) is not None
+                if is_here:
+                    numbers_here.append(next_number)
+                next_number += 1
                 module = self._module_of_parameter[parameter]
-                name_in_module = self._name_of_parameter.get(parameter, "")
-                origins.append((module, name_in_module))
-            origins_of_groups.append(origins)
-        return origins_of_groups
+                origins.append((module, self._name_of_parameter.get(parameter, "")))
 
-    def _replace_parameters(self, optimizer: Optimizer) -> list[list[int]]:
-        """Replaces the parameters of an optimizer by those that the strategy has made of them.
+            groups_on_one_device.sizes.append(len(group["params"]))
+            groups_on_one_device.numbers_here.append(numbers_here)
+            groups_on_one_device.origins.append(origins)
+        return groups_on_one_device
 
-        Returns:
-            For each group, which of its parameters are on this rank. They are numbered over all
-            groups, as on one device.
-        """
-        numbers_of_groups: list[list[int]] = []
-        global_numbers = itertools.count()
+    def _replace_parameters(self, optimizer: Optimizer) -> None:
+        """Replaces the parameters of an optimizer by those that the strategy has made of them."""
         for group in optimizer.param_groups:
             parameters_here: list[nn.Parameter] = []
-            numbers_here: list[int] = []
             for old in group["params"]:
-                global_number = next(global_numbers)
                 new = self._replacement.get(old, old)
-                state = None
                 if new is not old:
-                    state = self._take_state(optimizer, old)
-
-                is_on_other_ranks = new is None
-                if is_on_other_ranks:  # its state is not needed here
-                    continue
-
-                if state:
-                    # Each tensor of the state is cut into shards as the new parameter is.
-                    optimizer.state[new] = map_leaves(partial(reshard, own_tensor=new), state)
-                parameters_here.append(new)
-                numbers_here.append(global_number)
-
-            numbers_of_groups.append(numbers_here)
+                    self._move_state(optimizer, old, new)
+                is_here = new is not None
+                if is_here:
+                    parameters_here.append(new)
 
             # The list is changed in place, because LBFGS keeps a reference to it.
             group["params"][:] = parameters_here
 
-        return numbers_of_groups
+    def _move_state(
+        self, optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter | None
+    ) -> None:
+        """Moves the state of a parameter to the one that replaces it.
+
+        If that is on another rank, so that `new` is None, the state is removed.
+        """
+        state = self._take_state(optimizer, old)
+        if state and new is not None:
+            # Each tensor of the state is cut into shards as the new parameter is.
+            optimizer.state[new] = map_leaves(partial(reshard, own_tensor=new), state)
 
     def _take_state(self, optimizer: Optimizer, parameter: nn.Parameter) -> Any:
         """Removes the state of a parameter that was replaced from an optimizer, and returns it.

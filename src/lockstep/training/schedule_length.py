@@ -140,15 +140,7 @@ class ScheduleLengths(Extension):
             first: the end of an earlier pass over it.
             second: the end of a later pass.
         """
-        # Each scheduler is compared once, even if nothing is checked below. A scheduler that was
-        # prepared after the first pass is compared at the end of the next one: it is not known how
-        # often it has stepped in this epoch.
-        steps_in_epoch = {}
-        for scheduler, steps_before in first.steps_of_scheduler.items():
-            if (scheduler, loader) not in self._compared:
-                self._compared.add((scheduler, loader))
-                steps_in_epoch[scheduler] = second.steps_of_scheduler[scheduler] - steps_before
-
+        steps_in_epoch = self._steps_of_new_schedulers(loader, first, second)
         ended_at_same_line = first.stack == second.stack
         if not ended_at_same_line:
             return
@@ -162,6 +154,21 @@ class ScheduleLengths(Extension):
             if stepped_in_each_global_batch:
                 self._check_micro_batches(scheduler, loader, num_epochs)
                 self._check_epochs_as_steps(scheduler, loader, num_epochs)
+
+    def _steps_of_new_schedulers(
+        self, loader: Loader, first: _EndOfPass, second: _EndOfPass
+    ) -> dict[PreparedScheduler, int]:
+        """Returns how often schedulers have stepped between two ends of passes over a loader.
+
+        Each scheduler is in the result once in a training. One that was prepared after `first` is
+        left out, and is in the next result: nothing tells how often it has stepped in this epoch.
+        """
+        steps_of_scheduler = {}
+        for scheduler, steps_before in first.steps_of_scheduler.items():
+            if (scheduler, loader) not in self._compared:
+                self._compared.add((scheduler, loader))
+                steps_of_scheduler[scheduler] = second.steps_of_scheduler[scheduler] - steps_before
+        return steps_of_scheduler
 
     def _check_micro_batches(
         self, scheduler: PreparedScheduler, loader: Loader, num_epochs: int
@@ -179,8 +186,8 @@ class ScheduleLengths(Extension):
             return
 
         num_micro_batches = num_epochs * num_micro_batches_of_epoch
-        # The schedule may be meant for another loader, which has that many global batches.
-        if self._any_loader_has(num_micro_batches, num_epochs):
+        # Then the schedule may be meant for that loader.
+        if self._some_loader_has_global_batches(num_micro_batches, num_epochs):
             return
 
         state = scheduler.state_dict()
@@ -201,7 +208,7 @@ class ScheduleLengths(Extension):
                 at=line_of_length,
             )
 
-    def _any_loader_has(self, num_global_batches: int, num_epochs: int) -> bool:
+    def _some_loader_has_global_batches(self, num_global_batches: int, num_epochs: int) -> bool:
         """Returns True if some loader has this number of global batches in the training."""
         for loader in self._loaders:
             if loader.steps is not None and num_epochs * loader.steps == num_global_batches:

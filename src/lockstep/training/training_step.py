@@ -60,10 +60,12 @@ class TrainingStep:
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Runs the backward pass of a loss, weighted by its micro-batch's part of the global batch.
 
-        The extensions are told in this order: `before_backward` with the user's loss, which a check
-        may refuse; `backward_begins` with the weighted loss, for which strategies prepare, and
-        `backward_ended`, when strategies release memory, both in `_run_backward`;
-        `after_backward`, for observers.
+        The extensions are told in this order:
+
+            before_backward    with the user's loss, which a check may refuse
+            backward_begins    with the weighted loss, for which strategies prepare
+            backward_ended     when strategies release memory
+            after_backward     for observers
 
         Raises:
             UsageError: the loss cannot be trained on, or no optimizer was prepared under fp16.

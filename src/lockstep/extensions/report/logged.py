@@ -72,7 +72,7 @@ def _note_batch_of_value(open_pass: OpenPass, name: str) -> None:
     """
     training_pass = open_pass.training_pass
     if training_pass is not None:
-        open_pass.delivery_of_name[name] = training_pass.batch_in_use
+        open_pass.batch_of_name[name] = training_pass.batch_in_use
 
 
 def find_pass(open_passes: Sequence[OpenPass], name: str) -> OpenPass | None:
@@ -133,7 +133,7 @@ def means_over_ranks(run: Run) -> dict[str, float]:
         UsageError: the ranks have logged in different passes.
     """
     passes = run.step.logged_passes
-    just_left = passes.just_ended  # becomes None when a loop gets its next batch
+    just_left = passes.ended_since_last_batch  # becomes None when a loop gets its next batch
     running_or_last = _present_pass(passes.open) or passes.last_ended
 
     # Which of the two loops is meant depends on all ranks, so each sends its values in both.
