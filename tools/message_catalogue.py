@@ -233,7 +233,6 @@ NO_MESSAGES_BY_REASON = {
         "{name}'s rank and size",
     ),
     "it is code, an option or JSON": (
-        '{{"time": {dumps}, "frames": {dumps_2}, "groups": {dumps_3}, "ranks": {ranks_json}}}',
         '<iframe srcdoc="{page}" sandbox="allow-scripts" title="lockstep report" '
         'style="width: 100%; height: {frame_height_px}px; border: 0"></iframe>',
         "--filter=:- .gitignore",

@@ -126,6 +126,23 @@ MAY_CALL = {
         f"{PACKAGES}/clearml/automation/scheduler.py:700 _daemon",
         *THREAD,
     ),
+    # ClearML pings its server, and calls the script's abort callback when that asks for it. This
+    # stack and the next two follow sources.
+    "clearml's ping": (
+        "lib/python3.11/multiprocessing/synchronize.py:349 wait",
+        f"{PACKAGES}/clearml/utilities/process/mp.py:304 wait",
+        f"{PACKAGES}/clearml/backend_interface/task/development/worker.py:140 _daemon",
+        *THREAD,
+    ),
+    # A library that prefetches takes the next batch from an iterator of the script's.
+    "a library that prefetches": (
+        *TIMED_WAIT,
+        "lib/python3.11/queue.py:148 put",
+        f"{PACKAGES}/some_library/prefetch.py:9 _loop",
+        *THREAD,
+    ),
+    # A library that saves now and then may call a collective without any code of the script's.
+    "a library that saves": (*TIMED_EVENT, f"{PACKAGES}/some_library/saver.py:7 _loop", *THREAD),
     # A server of the user's may get a request; that of prometheus_client looks the same.
     "a server": (
         "lib/python3.11/selectors.py:415 select",

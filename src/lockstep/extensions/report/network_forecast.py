@@ -200,7 +200,7 @@ def forecast_methods(
 
     Args:
         network: the times of a step with the present method.
-        link: as it was measured before the training.
+        link: the link as it was measured before the training.
         compressions: the cost of each compression, by its name.
 
     Returns:

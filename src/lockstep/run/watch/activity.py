@@ -123,12 +123,10 @@ def classify(earlier: RankState, later: RankState, seconds: float) -> Activity:
         seconds: the time between the snapshots.
     """
     if not later.alive:
-        ended_before_first_snapshot = not earlier.alive
-        launcher_knows_exit_code = later.code is not None
-        if ended_before_first_snapshot and launcher_knows_exit_code:
-            return Activity(later, Kind.EXITED)
-        # It has just ended. That counts as moving, as others may be about to notice its end.
-        return Activity(later, Kind.MOVING)
+        # A rank that has just ended, or whose exit code the launcher does not know yet, counts as
+        # moving: others may be about to notice its end.
+        has_just_ended = earlier.alive or later.code is None
+        return Activity(later, Kind.MOVING if has_just_ended else Kind.EXITED)
 
     if later.stopped and earlier.stopped:
         return Activity(later, Kind.STOPPED)
@@ -196,9 +194,9 @@ def _kind_by_stack(earlier: RankState, later: RankState, seconds: float) -> Kind
     if at_same_place and _is_seen_to_wait(later, pending, is_idle=is_idle):
         return Kind.WAITING
 
-    # 2. Does it work? `answered` is False if the rank was asked but its answering thread did not
-    # get to run, because C code holds Python's lock. It is None if the rank was not asked.
-    if earlier.answered is False and later.answered is False:
+    # 2. Does it work? Its answering thread did not get to run, as C code holds Python's lock.
+    was_asked_in_vain = earlier.answered is False and later.answered is False  # None: not asked
+    if was_asked_in_vain:
         return Kind.SILENT
 
     # A kernel that was queued before a pending NCCL call may keep the GPU busy while the CPU idles.
@@ -259,15 +257,13 @@ def frames_to_user_line(state: RankState) -> tuple[stacks.Frame, ...]:
 def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
     """Returns the recorded call that a waiting rank is in.
 
-    A call that a GPU has started and not completed is the one. Otherwise it depends on what the
-    stack of the rank shows:
+    A call that a GPU has started and not completed is the one. Otherwise it depends on the function
+    that the stack shows, as torch's recorder records some functions and not others:
 
-        no function                                                the latest pending call
-        a function that it does not record, as `recv` on Gloo      the latest pending send/receive
-        a function that the recorder records, as `all_reduce`      the latest call
-
-    The latest call may be recorded as completed and still be the one: the rank has not returned
-    from it yet.
+        ""              no function      the latest pending call
+        "recv"          not recorded     the latest pending send or receive
+        "all_reduce"    recorded         the latest call, even if it is recorded as completed: the
+                                         rank has not returned from it yet
 
     Args:
         state: the state of the rank.

@@ -154,9 +154,9 @@ class CallTable:
         """Returns the rank that a pending receive waits for, if that rank has not reached its send.
 
         A GPU executes the sends and receives of a group in order, and those of one batch (such as
-        the calls of one `batch_isend_irecv`) together. So of all that is pending on the sender, it
-        executes the oldest batch, and has reached what is in it. Example, of rank 0 that receives
-        from rank 1:
+        the calls of one `batch_isend_irecv`) together. So the sender is executing its oldest
+        pending batch, and has not reached any later one. Example, of rank 0 that receives from
+        rank 1:
 
             pending on rank 1               rank 0 waits for
             send to 0, then send to 2       nobody: the send to 0 is being executed

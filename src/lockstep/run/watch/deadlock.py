@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from enum import Enum, auto
 from itertools import chain
 
 from lockstep.run.watch.activity import Activity
@@ -97,11 +98,7 @@ def _ranks_led_elsewhere_by_error(
     For example, rank 1 handles a ValueError and waits in `barrier`, while ranks 0 and 2 wait in
     `all_reduce`: the result is rank 1.
 
-    The result is empty if an exception does not explain the deadlock:
-
-    - All ranks handle one.
-    - Ranks 0 and 2, without one, wait in different calls.
-    - Rank 1, which handles one, waits in `all_reduce` too.
+    The result is empty if an exception does not explain the deadlock.
 
     Args:
         waiting: what the deadlocked ranks do, by rank.
@@ -119,8 +116,14 @@ def _ranks_led_elsewhere_by_error(
 
     calls_with_error = _kinds_of_calls(with_error, mismatch)
     calls_without_error = _kinds_of_calls(without_error, mismatch)
+
+    # If ranks 0 and 2, without an exception, wait in different calls, or if there is no rank
+    # without one, another reason must exist.
     others_are_in_one_call = len(calls_without_error) == 1
+
+    # If rank 1, with an exception, waits in `all_reduce` too, it was not led elsewhere.
     some_are_in_same_call = bool(calls_with_error & calls_without_error)
+
     if others_are_in_one_call and not some_are_in_same_call:
         return with_error
     return {}
@@ -253,9 +256,9 @@ def _describe_calls(waiting: Mapping[int, Activity], mismatch: Mismatch | None) 
 
     if _only_sizes_differ(mismatch):
         (op,) = ops_at_mismatch  # one operation, as only the sizes differ
-        if ops_now == {op}:
+        all_wait_in_it_now = ops_now == {op}  # if not, some ranks have got through it
+        if all_wait_in_it_now:
             return f"{op} with different sizes or types"
-        # Some ranks have got through that call, and wait in a later one.
         return f"collectives that do not match, after {op} had different sizes or types"
 
     operations_differ = len(ops_now) > 1 or len(ops_at_mismatch) > 1
@@ -300,13 +303,7 @@ def _ranks_at_fault(
 ) -> Iterable[int]:
     """Returns the ranks to blame: those that did not do what most ranks did at the mismatch.
 
-    Without a majority, the ranks in DDP's forward pass are blamed, because they probably run the
-    model while the others do not. If none of the ranks is in the forward pass, or all are, nobody
-    can be singled out. Then all ranks of the group with the mismatch are returned or, if no
-    mismatch is known, all ranks that wait. If the ranks wait for each other in several groups,
-    those in the circle are returned.
-
-    The result is empty if the call that differs was made by a rank that has left the group.
+    If nobody can be singled out, all ranks that may be to blame are returned.
 
     Args:
         case: what is known about the run.
@@ -316,7 +313,8 @@ def _ranks_at_fault(
     # Each side is the list of the ranks that made one of the different calls, the longest first.
     sides = _sides_of_mismatch(mismatch)
 
-    # 1. The members that are left all made the same call, so none of them is to blame.
+    # 1. Nobody: the members that are left all made the same call. The rank that made another one
+    # has left the group.
     if len(sides) == 1:
         return []
 
@@ -327,23 +325,24 @@ def _ranks_at_fault(
         if has_majority:
             return list(chain.from_iterable(sides[1:]))
 
-    # 3. The ranks in DDP's forward pass, if the others are not in it.
-    ranks_in_forward = []
-    for rank, activity in waiting.items():
-        if activity.wait.context == DDP_BUFFER_BROADCAST:
-            ranks_in_forward.append(rank)
+    # 3. The ranks in DDP's forward pass: they probably run the model while the others do not.
+    ranks_in_forward = _ranks_in_ddp_forward(waiting)
     only_some_in_forward = 0 < len(ranks_in_forward) < len(waiting)
     if only_some_in_forward:
         return ranks_in_forward
 
-    # 4. Nobody can be singled out.
+    # 4. All ranks that wait, if no mismatch is known.
     if mismatch is None or not mismatch.calls:
         return list(waiting)
+
+    # 5. The ranks that wait for each other in several groups, and so do not come to the call.
     some_have_not_come = any(call is None for _, call in mismatch.calls)
     if some_have_not_come:
         ranks_in_circle = _ranks_in_circle(case, waiting)
         if ranks_in_circle:
             return ranks_in_circle
+
+    # 6. All ranks of the group with the mismatch.
     return [rank for rank, _ in mismatch.calls]
 
 
@@ -509,32 +508,40 @@ def _advice_on_collective_of_lockstep(waiting: Mapping[int, Activity]) -> str:
 def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
     """Returns the advice if only some ranks are in the forward pass of a DDP model.
 
-    If the line at which a rank is has made calls in earlier steps, it is that of a training step,
-    which the other ranks do not make. If the line has made none, it is that of an evaluation, which
-    only some ranks make. The first rank that may be in a training step decides.
+    If they train, they make more steps than the other ranks. If they evaluate, the other ranks do
+    not evaluate. The first rank that may be training decides.
     """
-    in_forward = []
-    for activity in waiting.values():
-        if activity.wait.context == DDP_BUFFER_BROADCAST:
-            in_forward.append(activity)
-
-    for activity in in_forward:
-        is_training_step = _has_called_from_present_line(activity)  # None: not known
-        if is_training_step is True:
+    for rank in _ranks_in_ddp_forward(waiting):
+        loop = _loop_of(waiting[rank])
+        if loop is _Loop.TRAINING:
             return (_ADVICE_ON_NUMBER_OF_STEPS,)
-        if is_training_step is None:
+        if loop is _Loop.NOT_KNOWN:
             return (_ADVICE_ON_EVALUATION, _ADVICE_ON_NUMBER_OF_STEPS)
-
-    # No rank has called anything from its line before.
     return (_ADVICE_ON_EVALUATION,)
 
 
-def _has_called_from_present_line(activity: Activity) -> bool | None:
-    """Returns whether a rank has called an earlier collective from the line that it is at.
+def _ranks_in_ddp_forward(waiting: Mapping[int, Activity]) -> list[int]:
+    """Returns the ranks that wait in the forward pass of a DDP model."""
+    ranks = []
+    for rank, activity in waiting.items():
+        if activity.wait.context == DDP_BUFFER_BROADCAST:
+            ranks.append(rank)
+    return ranks
 
-    Returns:
-        True or False; None if the rank has no earlier collectives, or if the lines of some of them
-        are not known.
+
+class _Loop(Enum):
+    """The loop in which a rank calls its model."""
+
+    TRAINING = auto()
+    EVALUATION = auto()
+    NOT_KNOWN = auto()
+
+
+def _loop_of(activity: Activity) -> _Loop:
+    """Returns the loop in which a rank calls its model.
+
+    A line that has called collectives in earlier steps is in the training loop. A line that has
+    called none is in an evaluation, which comes after the steps.
     """
     # The pending calls are those of the present step, and say nothing about earlier steps.
     pending = activity.state.pending_calls()
@@ -543,7 +550,7 @@ def _has_called_from_present_line(activity: Activity) -> bool | None:
 
     lines_are_known = all(call.frames is not None for call in earlier_calls)
     if not earlier_calls or not lines_are_known:
-        return None
+        return _Loop.NOT_KNOWN
 
-    present_line = activity.line
-    return any(user_frame(call.frames) == present_line for call in earlier_calls)
+    lines_of_earlier_calls = [user_frame(call.frames) for call in earlier_calls]
+    return _Loop.TRAINING if activity.line in lines_of_earlier_calls else _Loop.EVALUATION

@@ -431,13 +431,11 @@ def _chain(error: BaseException) -> list[BaseException]:
             break
 
         chain.append(earlier)
-        if isinstance(earlier, BaseExceptionGroup):
-            # Go on from the exception in the group: the true cause is what it was raised from.
-            _groups, first_in_group = _unpack_groups(earlier)
-            chain.append(first_in_group)
-            present = first_in_group
-        else:
-            present = earlier
+
+        # What the exception in a group was raised from says more than what the group was.
+        _, present = _unpack_groups(earlier)
+        if present is not earlier:
+            chain.append(present)
 
     return chain
 
@@ -623,10 +621,8 @@ def _frames_passed_through(error: BaseException, groups: Iterable[BaseException]
     if handled is not None:
         frames += _frames_of(handled)
 
-    # The message of a group quotes no traceback, so only the group's own frames are added.
-    frames += _frames_of(error)
-    for group in groups:
-        frames += _stack(group.__traceback__)
+    for raised in (error, *groups):
+        frames += _frames_of(raised)
     return tuple(frames)
 
 

@@ -164,7 +164,7 @@ def _advice_of_first_rule(kind: str, end: ExitStatus, *, network_failed: bool) -
     The arguments are those of `advise`.
     """
     text = _error_text(end)
-    if end.oom:
+    if end.oom:  # the kernel has killed some process for memory, maybe a worker of this rank
         advice = _advice_on_oom_of_other_process(kind, end, text)
         if advice:
             return advice
@@ -234,8 +234,8 @@ def _advise_on_network(text: str) -> str:
         milliseconds = "".join(groups)  # ("", "3000", ""): one of the alternatives has matched
         timeouts_s.append(int(milliseconds) / 1000)
 
-    # `monitored_barrier` writes one for each rank: what is left of its timeout then. The longest is
-    # nearest to what was set.
+    # `monitored_barrier` writes one for each rank, what is left of its timeout: 30 s, 29.5 s, ...
+    # The longest is about what was set.
     timeout_s = max(timeouts_s, default=None)
     if timeout_s is None or timeout_s > _SHORT_TIMEOUT_MAX_S:
         return _NETWORK
@@ -263,9 +263,8 @@ def _error_text(end: ExitStatus) -> str:
 
     lines = [f"{error.type}: {error.message}", *error.chain]
 
-    # A pattern looks for a line of the traceback, `self._semlock = _multiprocessing.SemLock(`. Its
-    # part is added alone: the rest of the traceback quotes source code, which other patterns could
-    # match by chance.
+    # One pattern looks for a certain line of a traceback, so that line is added. The others look
+    # for messages, and could match the source code in a traceback by chance.
     if _LINE_THAT_MAKES_SEMAPHORE in error.traceback:
         lines.append(_LINE_THAT_MAKES_SEMAPHORE)
     return "\n".join(lines)

@@ -88,6 +88,12 @@ def render_briefly(failure: FirstFailure, times: int, in_language: InLanguage = 
 def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
     """Writes which ranks failed, on which host and after which step, and how they failed.
 
+    For example:
+
+        FIRST FAILURE: rank 1 on host a, after step 12
+          UsageError: world.sum(x)
+          found: x has 2 elements on this rank
+
     Texts are translated with their values in them: `in_language` recognizes ", after step 12".
     """
     if failure.kind == "interrupted":
@@ -102,8 +108,7 @@ def _heading_lines(failure: FirstFailure, in_language: InLanguage) -> list[str]:
 
     lines = [heading, f"  {_shorten(_headline(failure, in_language), in_language)}"]
     for part in _join_lines_of_parts(failure):
-        translated_part = _detail(failure, part, in_language)
-        for line in translated_part.splitlines():
+        for line in _detail_in_language(failure, part, in_language).splitlines():
             lines.append(f"  {_shorten(line, in_language)}")
     if failure.hang is not None:
         lines += detail_lines(failure.hang, in_language)
@@ -186,28 +191,23 @@ def _join_lines_of_parts(failure: FirstFailure) -> list[str]:
     return parts
 
 
-def _detail(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
-    """Returns a part below the headline, in the user's language as far as it is Lockstep's text.
-
-    - "its last lines:" and some other texts are always Lockstep's, and are translated.
-    - "found: port 80 is taken", of an error of Lockstep's, becomes "  原因：端口 80 已被占用".
-    - "more:  [LS311: lockstep explain LS311]", of such an error, is a hint.
-    - What the rank has printed, and the message of any other exception, stay as they are.
-    """
+def _detail_in_language(failure: FirstFailure, text: str, in_language: InLanguage) -> str:
+    """Returns a part below the headline, in the user's language as far as it is Lockstep's text."""
+    # Some texts are always Lockstep's, such as "its last lines:".
     if text.startswith(_BEGINNINGS_OF_LOCKSTEPS_LINES):
         return in_language(text)
-    if not failure.is_from_lockstep:
+
+    # What the rank has printed, and the message of an error that is not Lockstep's, stay as they
+    # are.
+    label, _, rest = text.strip().partition(" ")
+    is_part_of_lockstep_error = failure.is_from_lockstep and label in _LABELS_OF_ERRORS
+    if not is_part_of_lockstep_error:
         return text
 
-    # The label is "found:", for example, and the rest "port 80 is taken".
-    label, _, rest = text.strip().partition(" ")
-    is_line_of_own_error = label in _LABELS_OF_ERRORS
-    if not is_line_of_own_error:
-        return text
+    # "found: port 80 is taken", or the hint "more:  [LS311: lockstep explain LS311]".
     rest = rest.strip()
-    is_hint = label == "more:"
-    translated = hint_in_language(rest, in_language) if is_hint else in_language(rest)
-    return f"  {pad_label(in_language(label), translated)}"
+    rest = hint_in_language(rest, in_language) if label == "more:" else in_language(rest)
+    return f"  {pad_label(in_language(label), rest)}"
 
 
 def _shorten(text: str, in_language: InLanguage) -> str:

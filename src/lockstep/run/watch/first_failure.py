@@ -136,8 +136,8 @@ def _sort_ends(exits: Sequence[ExitStatus], interrupted: Interruption | None) ->
         elif end.code == 0:
             ends.ended_well.append(end)
         elif _is_follower(end) or _differs_from_rank_with_error(end, exits):
-            # Its error is about another rank, which it lost, or which told it of an error, or
-            # called a collective in `finally` that it did not expect.
+            # It lost another rank; or another rank told it of an error; or another rank, with an
+            # error, called another collective than this one.
             ends.followers.append(end)
         else:
             ends.failed.append(end)
@@ -247,12 +247,12 @@ def _explain_followers(
     explained = [end for end in followers if _has_cause(end, roots)]
     unexplained = [end for end in followers if not _has_cause(end, roots)]
 
-    # No rank was gone when these gave up waiting, or lost their connections.
+    # 1. A rank that gave up waiting while no other rank was gone is a failure itself.
     gave_up = [end for end in unexplained if not _lost_connection(end)]
-    lost_connection = [end for end in unexplained if _lost_connection(end)]
     own_failures = [_root_of_unexplained(end) for end in gave_up]
 
-    # The end of a rank that gave up has closed its connections, so it explains such a loss.
+    # 2. A rank that lost a connection may have lost it to one of these: their ends closed theirs.
+    lost_connection = [end for end in unexplained if _lost_connection(end)]
     possible_causes = [*roots, *own_failures]
     for end in lost_connection:
         if _has_cause(end, possible_causes):
@@ -563,16 +563,16 @@ def _launcher_exit_code(end: ExitStatus) -> int:
     if error is None or error.type == "SystemExit":  # `sys.exit` is no failure
         return EXIT_LOST_RANK
 
+    # Python gives any exception an exit code, usually 1, except for KeyboardInterrupt: after that
+    # one it ends itself by a signal.
     if error.exit_code > 0:
         return error.exit_code
-
-    # Python ends itself by a signal after a KeyboardInterrupt, which has no exit code of its own.
     signal_number = -end.code
     return EXIT_SIGNAL + signal_number
 
 
 def _roots_without_error(ends: _Ends, first_peer_lost_at: float) -> list[FirstFailure]:
-    """Returns the failures of ranks that reported no error, but were missing for the others.
+    """Returns the failures of ranks that reported no error, but without which the others failed.
 
     These are ranks that ended with exit code 0, and ranks that were suspended.
 

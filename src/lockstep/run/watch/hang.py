@@ -132,17 +132,12 @@ def _nothing_is_visible(case: Case) -> Verdict | None:
     if len(alive) < 2:
         return None
 
-    # If a rank is known to wait, its stack was seen.
-    some_rank_is_visible = bool(case.waiting) or any(
-        activity.kind is not Kind.UNKNOWN or activity.state.answered for activity in alive.values()
-    )
-    if some_rank_is_visible:
+    if any(_is_visible(activity) for activity in alive.values()):
         return None
 
     # A rank without a heartbeat may be a program that is not Python. Such a program never answers,
-    # so its silence does not mean that anything is wrong. Only ranks with a heartbeat count steps.
-    some_rank_has_no_heartbeat = any(activity.state.steps is None for activity in alive.values())
-    if some_rank_has_no_heartbeat:
+    # so its silence does not mean that anything is wrong.
+    if not all(_has_heartbeat(activity) for activity in alive.values()):
         return None
 
     headline = (
@@ -162,6 +157,15 @@ _KINDS_BLOCKED_OUTSIDE_COLLECTIVES = {
 }
 
 
+def _is_visible(activity: Activity) -> bool:
+    """Returns True if a rank has answered, or if enough was seen of it to know its kind."""
+    return activity.kind is not Kind.UNKNOWN or activity.state.answered is True
+
+
+def _has_heartbeat(activity: Activity) -> bool:
+    return activity.state.steps is not None  # the steps are read from the heartbeat
+
+
 def _all_are_blocked(case: Case) -> Verdict | None:
     """Reports that every rank is blocked outside any collective, for example on a lock or a disk.
 
@@ -179,8 +183,8 @@ def _all_are_blocked(case: Case) -> Verdict | None:
     ended_ranks = case.activities.keys() - alive.keys()
     blocked_kinds = set(_KINDS_BLOCKED_OUTSIDE_COLLECTIVES)
     if ended_ranks:
-        # While no rank has ended, a SILENT rank probably computes in C code. After that, it may be
-        # ending itself, and deadlocked: it holds Python's lock, which its last thread waits for.
+        # While no rank has ended, a SILENT rank probably computes in C code. Afterwards it may hang
+        # while it ends itself: it waits for a thread that needs Python's lock, and keeps the lock.
         blocked_kinds.add(Kind.SILENT)
 
     kinds = {activity.kind for activity in alive.values()}
@@ -251,8 +255,8 @@ def _cannot_go_on(
 
     Args:
         case: what is known about the run.
-        ended: of the ranks that others wait for, those that have ended.
-        stopped: of the ranks that others wait for, those that are stopped.
+        ended: the ranks that others wait for and that have ended.
+        stopped: the ranks that others wait for and that are stopped.
     """
     ranks_that_may_come = (
         case.activities.keys() - case.waiting.keys() - ended.keys() - stopped.keys()
@@ -328,7 +332,7 @@ def _awaited_rank_is_busy(case: Case) -> Verdict | None:
     return None
 
 
-def _nothing_is_transported(case: Case) -> Verdict | None:
+def _matching_calls_do_not_complete(case: Case) -> Verdict | None:
     """Reports that all ranks wait in matching calls, so the network or the GPUs must be at fault.
 
     This is the last rule, as the rules before it have ruled out every other reason for the wait.
@@ -356,7 +360,7 @@ def _nothing_is_transported(case: Case) -> Verdict | None:
     if some_wait_to_join:
         advice = ("look whether all ranks were given the same address, port and number of ranks",)
         return case.make_verdict("transport", waiting, headline, advice)
-    return case.make_verdict("transport", waiting, headline)  # with the advice of this kind
+    return case.make_verdict("transport", waiting, headline)  # with the usual advice
 
 
 RULES: tuple[Callable[[Case], Verdict | None], ...] = (
@@ -365,6 +369,6 @@ RULES: tuple[Callable[[Case], Verdict | None], ...] = (
     _awaited_rank_is_gone,
     deadlock,
     _awaited_rank_is_busy,
-    _nothing_is_transported,
+    _matching_calls_do_not_complete,
 )
 """The first rule that returns a verdict decides."""

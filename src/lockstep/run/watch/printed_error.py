@@ -52,9 +52,8 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
     if heading_index is None:
         return None
 
-    # What another program has put before the heading, it has put before the other lines too: the
-    # same text, such as `[rank1]: `, or one of the same form, such as `12:00:02 ` after a heading
-    # with `12:00:01 `.
+    # Another program may have put a prefix before every line: the same as before the heading, such
+    # as `[rank1]: `, or one of the same form, such as `12:00:02 ` after `12:00:01 `.
     prefix_of_heading = _prefix_by_heading(lines[heading_index])
     block = []  # the lines after the heading, without the prefix
     for line in lines[heading_index + 1 :]:

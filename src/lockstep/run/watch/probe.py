@@ -279,8 +279,7 @@ class Probe:
             "in_flight": error_in_flight,
             "trained_steps": trained_steps(),
         }
-        answer_without_brace = json.dumps(answer).removesuffix("}")
-        return f'{answer_without_brace}, "records": {records_json}}}'
+        return _add_to_json_object(json.dumps(answer), "records", records_json)
 
 
 def _error_in_flight(thread: int) -> dict[str, Any] | None:
@@ -389,6 +388,15 @@ def _note_file_of_dump(file: Any, crash_file: int) -> None:
         os.write(crash_file, note.encode(errors="surrogateescape"))
 
 
+def _add_to_json_object(object_text: str, key: str, value_text: str) -> str:
+    """Adds a field to an object, both as JSON text: `{"a": 1}`, "b", `[2]` -> `{"a": 1, "b": [2]}`.
+
+    The object has other fields.
+    """
+    without_brace = object_text[:-1]
+    return f'{without_brace}, "{key}": {value_text}}}'
+
+
 def _append_to_json_list(list_text: str, item_text: str) -> str:
     """Appends an item to a list, both as JSON text: `[1, 2]` and `3` -> `[1, 2, 3]`.
 
@@ -423,8 +431,8 @@ def _idle_event_loops() -> list[int]:
     """Returns the threads that run an event loop of asyncio which only another thread can wake.
 
     For example, fsspec and libraries with an asynchronous client keep such a thread from their
-    first use on. The stack of a loop that waits for a connection, or until a call is due, is the
-    same.
+    first use on. A loop that waits for a connection, or until a call is due, has the same stack,
+    but `_waits_for_threads_alone` tells them apart.
     """
     asyncio_loops = sys.modules.get("asyncio.base_events")
     if asyncio_loops is None:  # the script uses no asyncio

@@ -105,7 +105,8 @@ def _read_calls(record: Mapping[str, Any]) -> list[tuple[CollectiveCall, str]]:
     """Reads the calls of one record, without those of groups that were destroyed.
 
     The recorder keeps calls of destroyed groups. The next group that is created may have the same
-    key and number its calls from 1 again. Only torch's group id ("pg_id") distinguishes the two.
+    key and number its calls from 1 again. Only torch's group id ("pg_id") distinguishes the two: if
+    `nccl:3` was the key of group 7 and then of group 9, the calls of group 7 are left out.
 
     Returns:
         The calls by time, each with torch's id of its group.
@@ -119,8 +120,7 @@ def _read_calls(record: Mapping[str, Any]) -> list[tuple[CollectiveCall, str]]:
     # and receives is.
     calls = _with_states_of_batches(calls)
 
-    # A key (`backend:group`) may have stood for several groups, one after the other. The group that
-    # made the latest call is the one that exists now.
+    # Of the groups that had one key, the one that made the latest call exists now.
     id_of_present_group: dict[str, str] = {}  # by key
     for call, group_id in calls:
         id_of_present_group[call.key] = group_id
@@ -137,6 +137,9 @@ def _read_status(
 ) -> dict[str, int]:
     """Reads the number of the last completed collective of each group from one record.
 
+    For example, the status `{"7": {"last_completed_collective": 2}}` and calls of a group with the
+    key `nccl:3` and the id "7" give `{"nccl:3": 2}`.
+
     NCCL numbers the collectives of a group 1, 2, 3, and its sends and receives 1, 2, 3 as well. If
     the status of the group says 2, the second collective or the second send may have completed. So
     the status of a group with sends or receives is left out; each of its calls has a state that
@@ -144,25 +147,22 @@ def _read_status(
 
     Args:
         record: the record.
-        calls_of_record: its calls, each with torch's id of its group. The record names groups by
-            this id, and we by a key, `backend:name`. The calls of destroyed groups have been left
-            out, so each key stands for one id.
+        calls_of_record: its calls, each with torch's id of its group; all calls with one key are of
+            one group.
 
     Returns:
         The numbers, by the groups' keys.
     """
-    id_of_group: dict[str, str] = {}  # by key
-    keys_with_ambiguous_status = set()
-    for call, group_id in calls_of_record:
-        id_of_group[call.key] = group_id
-        if call.p2p and call.backend == "nccl":
-            keys_with_ambiguous_status.add(call.key)
-
-    completed = {}
+    completed: dict[str, int] = {}
     status_of_group = record.get("pg_status") or {}  # by torch's group id
-    for key, group_id in id_of_group.items():
-        if group_id in status_of_group and key not in keys_with_ambiguous_status:
-            completed[key] = int(status_of_group[group_id]["last_completed_collective"])
+    for call, group_id in calls_of_record:
+        if group_id in status_of_group:
+            completed[call.key] = int(status_of_group[group_id]["last_completed_collective"])
+
+    for call, _ in calls_of_record:
+        number_is_ambiguous = call.p2p and call.backend == "nccl"
+        if number_is_ambiguous:
+            completed.pop(call.key, None)
     return completed
 
 
@@ -172,11 +172,13 @@ def _with_states_of_batches(
     """Gives the sends and receives of each batch the state of their batch.
 
     For a batch of sends and receives (`batch_isend_irecv`), NCCL's recorder has one entry for each
-    of them, whose state never changes, and after these an entry `coalesced`, which has the state of
-    the batch. The entry `coalesced` is left out of the result, as it is no call of its own:
+    of them, whose state never changes, and after these an entry `coalesced` with the state of the
+    batch. Their state is set to it, and that entry is left out:
 
         send 7 scheduled, recv 7 scheduled, coalesced completed
         -> send 7 completed, recv 7 completed
+
+    An entry `coalesced` after anything else, such as a batch of collectives, stays in the result.
 
     Args:
         calls: the calls of a record by time, each with torch's id of its group.
@@ -188,17 +190,14 @@ def _with_states_of_batches(
     for call, group_id in calls:
         indices = indices_of_group.setdefault((call.key, group_id), [])
 
-        # An entry `coalesced` follows the sends and receives of its batch, the latest of its group.
-        # The batch is empty if they are no longer in the record.
-        batch = _last_batch(result, indices) if call.op == BATCH_OP else []
-        if not batch:
+        closed_batch = _last_batch(result, indices) if call.op == BATCH_OP else []
+        for index in closed_batch:
+            send_or_receive, _ = result[index]
+            result[index] = (replace(send_or_receive, state=call.state), group_id)
+
+        if not closed_batch:
             indices.append(len(result))
             result.append((call, group_id))
-            continue
-
-        for index in batch:
-            call_of_batch, _ = result[index]
-            result[index] = (replace(call_of_batch, state=call.state), group_id)
 
     return result
 

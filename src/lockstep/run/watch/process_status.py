@@ -237,10 +237,14 @@ class _Ticks(NamedTuple):
 
 def _read_ticks(fields: Sequence[str]) -> _Ticks:
     """Reads the processor time of a process from the fields of its `stat` file."""
-    own = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
     user_ticks_of_children = int(fields[_ENDED_CHILDREN_USER_TICKS])
     system_ticks_of_children = int(fields[_ENDED_CHILDREN_SYSTEM_TICKS])
-    return _Ticks(own, user_ticks_of_children + system_ticks_of_children)
+    return _Ticks(_own_ticks(fields), user_ticks_of_children + system_ticks_of_children)
+
+
+def _own_ticks(fields: Sequence[str]) -> int:
+    """Reads the processor time of a process without its children, or that of a thread."""
+    return int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
 
 
 def cpu_of_descendants(pids: Collection[int], root: Path = _PROC) -> dict[int, float]:
@@ -310,9 +314,9 @@ def harmless_stack_signal(
 
     Args:
         pid: number of the rank's process.
-        earlier_context_switches: how often the main thread had given up its processor some tenths
-            of a second ago (`ProcessStatus.main_context_switches`). If that has not changed since,
-            the thread has slept, or has computed, all the time. None if it is not known.
+        earlier_context_switches: the context switches of the main thread, counted some tenths of a
+            second ago (`ProcessStatus.main_context_switches`). If there were none since, it has
+            slept, or has computed, all the time. None if they are not known.
         answers: True if the rank has a thread that answers requests.
         root: the folder `/proc`.
 
@@ -442,5 +446,4 @@ def _stat_fields(path: Path) -> list[str]:
 def _state_and_cpu_s(path: Path) -> tuple[str, float]:
     """Reads the state of a process or thread, and its processor time in seconds."""
     fields = _stat_fields(path)
-    ticks = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
-    return fields[_STATE], ticks / os.sysconf("SC_CLK_TCK")
+    return fields[_STATE], _own_ticks(fields) / os.sysconf("SC_CLK_TCK")

@@ -100,8 +100,11 @@ def failure_key(end: ExitStatus) -> str:
 
     # A rank that failed soon, without a step, failed in its first one. After a longer time without
     # a step it is not known where it failed.
-    failed_soon = end.ran_s is not None and end.ran_s <= MAX_S_WITHOUT_STEP
-    step = _step_of_failure(end.has_made_step, error.trained_steps, failed_soon)
+    step = _step_of_failure(
+        has_made_step=end.has_made_step,
+        failed_soon=end.ran_s is not None and end.ran_s <= MAX_S_WITHOUT_STEP,
+        steps_of_training=error.trained_steps,
+    )
     return _make_key(step, error.line, headline)
 
 
@@ -113,7 +116,7 @@ def key_of_error_in_flight(
     Args:
         error: the exception that a rank handles.
         steps: the optimizer steps that the rank has made in this attempt; None if not known.
-        trained_steps: those since the training began; None if they are not counted.
+        trained_steps: the steps since the training began; None if they are not counted.
         waited_s: how long the run has made no step, in seconds.
 
     Returns:
@@ -126,9 +129,11 @@ def key_of_error_in_flight(
         return ""
 
     # If the run has made no step for long, it is not known where the rank failed.
-    has_made_step = None if steps is None else steps > 0
-    failed_soon = waited_s <= MAX_S_WITHOUT_STEP
-    step = _step_of_failure(has_made_step, trained_steps, failed_soon)
+    step = _step_of_failure(
+        has_made_step=None if steps is None else steps > 0,
+        failed_soon=waited_s <= MAX_S_WITHOUT_STEP,
+        steps_of_training=trained_steps,
+    )
     return _make_key(step, error.line, headline)
 
 
@@ -156,7 +161,7 @@ def _comes_from_program(error: ErrorRecord, headline: str) -> bool:
 
     Args:
         error: the error.
-        headline: its headline, without the worker process that raised it.
+        headline: the headline without a worker process: "ValueError: no data".
     """
     types = [error.type]
     for earlier_headline in error.chain:  # "ValueError: no data"
@@ -174,25 +179,23 @@ def _comes_from_program(error: ErrorRecord, headline: str) -> bool:
 
 
 def _step_of_failure(
-    has_made_step: bool | None, steps_of_training: int | None, failed_soon: bool
+    *, has_made_step: bool | None, failed_soon: bool, steps_of_training: int | None
 ) -> int | None:
     """Returns the step after which a rank failed, counted from the beginning of the training.
 
         has_made_step   failed_soon    steps_of_training   result
         None            either         any                 None
         True            either         12                  12
-        True            either         0                   None: not counted for this optimizer
-        True            either         None                None
+        True            either         0 or None           None: its steps are not counted
         False           False          any                 None: it did other work for a long time
         False           True           12                  12: this attempt has resumed step 12
-        False           True           None                0: it began anew
+        False           True           0 or None           0: it began anew
 
     Args:
         has_made_step: whether this attempt has made a step; None if that is not known.
-        steps_of_training: the steps since the training began, including those of earlier attempts
-            that this one resumed; 0 although a step was made if they are not counted for this
-            optimizer; None if they are not counted at all, as `lockstep.init` was not called.
         failed_soon: True if the attempt failed within `MAX_S_WITHOUT_STEP`.
+        steps_of_training: the counted steps since the training began, including those of earlier
+            attempts that this one resumed; None if `lockstep.init` was not called.
 
     Returns:
         The step, or None if it is not known.
@@ -201,9 +204,7 @@ def _step_of_failure(
         return None
 
     if has_made_step:
-        return steps_of_training or None  # 0 and None: its steps are not counted
-
+        return steps_of_training or None
     if not failed_soon:
         return None
-    began_anew = steps_of_training is None
-    return 0 if began_anew else steps_of_training
+    return steps_of_training or 0

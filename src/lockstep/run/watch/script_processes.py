@@ -107,9 +107,9 @@ class _WatchedStarter:
         if all_earlier_ones_have_ended:  # a new group begins
             self._number_of_present_group = next(self._group_numbers)
 
-        # The child process calls `process.run`. An attribute of this name replaces the method in
-        # it: `_run_process`, which installs the probe and then calls the method. Here the attribute
-        # is only needed during the start, which copies the process by pickle or fork.
+        # The child process gets a copy of `process`, by pickle or fork, and calls `process.run`. An
+        # attribute of this name hides the method there: it installs the probe, then calls the
+        # method. In this process it is not needed after the start.
         late_probe = _LateProbe(self._folder, self._number_of_present_group)
         process.run = partial(_run_process, late_probe, process.run)  # type: ignore[method-assign]
         self._original_start(process)
@@ -206,9 +206,9 @@ class _LateProbe:
         folder = group_folder(self._script_folder, self._group_number, group.size())
         rank_folder = folder / f"rank_{group.rank()}"
 
-        # If the folder exists, another process has the same rank, so it is in another group of the
-        # same size. The marker tells the launcher that there are several groups. This process gets
-        # no probe.
+        # If the folder exists, another process has the same rank. Two processes with rank 2 of 4
+        # are in different groups. The marker tells the launcher that there are several groups. This
+        # process gets no probe.
         if rank_folder.exists():
             (folder / NOT_ONE_GROUP_FILE).touch()
             return

@@ -309,15 +309,18 @@ def to_json(snapshot: Snapshot) -> str:
             return index_of_group.setdefault(value, len(index_of_group))
         return vars(value)
 
-    # The ranks come first, as this fills the two tables. The other entries are joined to this text
-    # by hand, so that the ranks, most of the snapshot, are encoded only once.
+    # The ranks are encoded first, as this fills the two tables. They are most of the snapshot, so
+    # they are not encoded again: the object is put together as text.
     ranks_json = json.dumps(snapshot.ranks, default=encode)
     frames = [[frame.file, frame.line, frame.function] for frame in index_of_frame]
     groups = [[group.name, group.description, _to_ranges(group.ranks)] for group in index_of_group]
-    return (
-        f'{{"time": {json.dumps(snapshot.time)}, "frames": {json.dumps(frames)}, '
-        f'"groups": {json.dumps(groups)}, "ranks": {ranks_json}}}'
-    )
+    fields = [
+        f'"time": {json.dumps(snapshot.time)}',
+        f'"frames": {json.dumps(frames)}',
+        f'"groups": {json.dumps(groups)}',
+        f'"ranks": {ranks_json}',
+    ]
+    return "{" + ", ".join(fields) + "}"
 
 
 def from_json(text: str) -> Snapshot:
@@ -347,17 +350,21 @@ def _to_ranges(ranks: Sequence[int]) -> list[RangeBounds]:
     """
     ranges: list[range] = []
     for rank in ranks:
-        if ranges:
-            last = ranges[-1]
-
-            # The second rank of a range determines its step: after [0], rank 2 makes it 2.
-            step = (rank - last.start) if len(last) == 1 else last.step
-            continues_last = step > 0 and rank == last[-1] + step
-            if continues_last:
-                ranges[-1] = range(last.start, rank + 1, step)
-                continue
-        ranges.append(range(rank, rank + 1))
+        longer_range = _extended(ranges[-1], rank) if ranges else None
+        if longer_range is not None:
+            ranges[-1] = longer_range
+        else:
+            ranges.append(range(rank, rank + 1))
     return [(numbers.start, numbers.stop, numbers.step) for numbers in ranges]
+
+
+def _extended(numbers: range, rank: int) -> range | None:
+    """Returns a range with one rank more at its end, or None if the rank does not continue it."""
+    # The second rank of a range determines its step: rank 2 after rank 0 makes it 2.
+    step = rank - numbers.start if len(numbers) == 1 else numbers.step
+    if step > 0 and rank == numbers[-1] + step:
+        return range(numbers.start, rank + 1, step)
+    return None
 
 
 @functools.lru_cache(64)  # all machines send the same groups

@@ -80,11 +80,13 @@ class SnapshotExchange:
         if self._nodes == 1:
             return self._take(call_stacks)
 
-        # While a launcher with a lower rank looks for a hang, this one need not. But the launcher
-        # that has found a hang needs the stacks of calls, for its report.
+        if not self._rendezvous.can_publish:
+            return None
+
+        # While a launcher with a lower rank looks for a hang, this one need not. The stacks of
+        # calls are for the report on a hang that this one has already found.
         another_leads = time.monotonic() < self._other_leads_until
-        may_ask = call_stacks or not another_leads
-        if not may_ask or not self._rendezvous.can_publish:
+        if another_leads and not call_stacks:
             return None
 
         # The number tells answers to this question from late answers to an earlier one.

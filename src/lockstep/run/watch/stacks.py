@@ -355,17 +355,10 @@ def _called_op(stack: Stack) -> str:
     op = "" if _is_in(innermost, _TRAFFIC) else innermost.function
 
     for frame in stack[1:]:
-        # torch wraps its operations in a logger, and Lockstep's methods call them for the user.
-        is_communication = _is_communication(frame)
-        is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
-        if not is_communication and not is_wrapper:
-            break  # the user's code, or another part of torch, such as DDP
-
-        # torch's `distributed_c10d.py` and two modules of Lockstep contain the operations that
-        # users call. Other communication code, such as the meeting of the ranks in `rendezvous.py`,
-        # is a part of an operation.
-        if is_communication and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING):
+        if _is_operation(frame):
             op = frame.function
+        elif not _is_part_of_operation(frame):
+            break  # the user's code, or another part of torch, such as DDP
 
     return "" if op.startswith("_") else op  # a private name means nothing to the user
 
@@ -394,6 +387,21 @@ def _context(stack: Stack) -> str:
             if _is_in(frame, path) and (functions is None or frame.function in functions):
                 return context
     return ""
+
+
+def _is_operation(frame: Frame) -> bool:
+    """Returns True if a frame is in an operation that users call, such as `all_reduce`.
+
+    torch's `distributed_c10d.py` and two modules of Lockstep contain them.
+    """
+    return _is_communication(frame) and _is_in(frame, _C10D, _SHARED_MEMORY, _ROUTING)
+
+
+def _is_part_of_operation(frame: Frame) -> bool:
+    """Returns True if a frame is in what an operation calls, or in what calls it for the user."""
+    # torch wraps its operations in a logger, and Lockstep's methods call them for the user.
+    is_wrapper = _is_in(frame, _C10D_LOGGER) or frame.file.startswith(LOCKSTEP_FOLDER)
+    return is_wrapper or _is_communication(frame)
 
 
 def _is_communication(frame: Frame) -> bool:
@@ -436,7 +444,9 @@ _HOUSEKEEPING_FUNCTIONS = {
 # reports. At most they ask the script for a number to report. A library that runs work of the
 # script when its time has come, as a scheduler does, must not be listed, and neither must one that
 # puts frames of its own around those of the script's threads, as sentry_sdk does: at rest, the
-# stacks of such threads look no different.
+# stacks of such threads look no different. For the same reason no rule about stacks, or about who
+# has started a thread, can replace this list: the thread by which ClearML pings its server looks
+# like one that only reports, and calls the abort callback of the script.
 _REPORTING_LIBRARIES = (
     "mlflow/system_metrics/",
     "mlflow/utils/async_logging/",

@@ -119,16 +119,17 @@ def _collectives_of_all_members(table: CallTable, key: str) -> list[_Collective]
         if set(calls) != members:  # some member has not called it yet, or its record is lost
             continue
 
-        times = sorted(call.time_s for call in calls.values())
-        second_last_came_at_s, last_came_at_s = times[-2:]
+        arrivals_s = sorted(call.time_s for call in calls.values())
+        first_came_at_s = arrivals_s[0]
+        second_last_came_at_s, last_came_at_s = arrivals_s[-2:]
         last_rank = max(calls, key=lambda rank: calls[rank].time_s)
 
         # All other ranks wait from the second last arrival to the last one. If collectives are
-        # asynchronous, ranks may come to the next one while they still wait for the last rank of an
-        # earlier one. That time is counted as a wait in the earlier one alone.
+        # asynchronous, ranks come to this one while they still wait in an earlier one. So the wait
+        # in this one begins no earlier than the other has ended.
         wait_began_at_s = max(second_last_came_at_s, earlier_completed_at_s)
         wait_s = max(0.0, last_came_at_s - wait_began_at_s)
-        collectives.append(_Collective(last_rank, wait_s, times[0], calls))
+        collectives.append(_Collective(last_rank, wait_s, first_came_at_s, calls))
         earlier_completed_at_s = max(earlier_completed_at_s, last_came_at_s)
 
     return collectives
@@ -227,8 +228,8 @@ def _wait_by_part(window: Sequence[_Collective], rank: int, window_s: float) -> 
     wait_s_by_part = [0.0] * NUM_WINDOW_PARTS
     window_began_at_s = window[0].began_at_s
 
-    # What has delayed the last rank of the first collective lies before the window, so the wait for
-    # that rank is not counted.
+    # The last rank of the first collective was delayed before the window began, so that wait is not
+    # counted.
     for collective in window[1:]:
         if collective.last_rank == rank:
             part = int((collective.began_at_s - window_began_at_s) / window_s * NUM_WINDOW_PARTS)

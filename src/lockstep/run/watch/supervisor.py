@@ -19,7 +19,7 @@ from lockstep.run.start.plan import HangRules
 from lockstep.run.start.process import Process
 from lockstep.run.watch import hang, straggler
 from lockstep.run.watch.evidence import write_atomically
-from lockstep.run.watch.heartbeat import read_heartbeat
+from lockstep.run.watch.heartbeat import Heartbeat, read_heartbeat
 from lockstep.run.watch.messages import render, render_state
 from lockstep.run.watch.snapshot import Snapshot, to_json
 from lockstep.run.watch.snapshot_exchange import SnapshotExchange
@@ -117,7 +117,10 @@ class Supervisor:
         At most one thing is done: the first snapshot of a pair is taken, or the second one is taken
         and both are judged, or stragglers are looked for.
         """
-        overdue_s = self._longest_overdue_s(now)
+        heartbeats = [read_heartbeat(process.evidence.heartbeat) for process in self._processes]
+        last_steps_at = [0.0 if each is None else each.last_step for each in heartbeats]
+        self._moved_at = max([self._moved_at, *last_steps_at])
+        overdue_s = self._longest_overdue_s(now, heartbeats)
 
         if self._first_snapshot is not None:
             # Until it is time for the second snapshot, the ranks are left alone.
@@ -131,8 +134,8 @@ class Supervisor:
         elif now >= self._next_straggler_check_at:
             self._check_for_stragglers(now)
 
-    def _longest_overdue_s(self, now: float) -> float:
-        """Reads the heartbeats: when each rank made its last step. Notes the latest in `_moved_at`.
+    def _longest_overdue_s(self, now: float, heartbeats: Sequence[Heartbeat | None]) -> float:
+        """Returns for how long the rank that is most overdue has been overdue.
 
         A rank may be quiet for `HangRules.after` seconds, or for the time of `_QUIET_AFTER_STEPS`
         of its own steps if that is longer. After that it is overdue. For example, with `after=10`:
@@ -141,17 +144,17 @@ class Supervisor:
             1 s           10 s                 12 s                  2 s
             5 s           20 s, for 4 steps    12 s                  -8 s
 
+        Args:
+            now: the present time.
+            heartbeats: the heartbeat of each rank, None for a rank without one.
+
         Returns:
-            The seconds of the rank that has been overdue for longest, 2 s in this example; negative
-            if no rank is overdue.
+            The seconds, 2 s in this example; negative if no rank is overdue.
         """
         overdue_s_of_ranks: list[float] = []
-        for process in self._processes:
-            heartbeat = read_heartbeat(process.evidence.heartbeat)
+        for heartbeat in heartbeats:
             last_step_at = 0.0 if heartbeat is None else heartbeat.last_step
             duration_of_step_s = 0.0 if heartbeat is None else heartbeat.took_s
-
-            self._moved_at = max(self._moved_at, last_step_at)
 
             # Before its first step, a rank is quiet since its start.
             quiet_s = now - max(self._began_at, last_step_at)
@@ -192,7 +195,7 @@ class Supervisor:
             self._note_that_ranks_move(now)
             return
 
-        self._pause_s = _MIN_PAUSE_S  # after the next pair
+        self._pause_s = _MIN_PAUSE_S  # the pauses after the next pair are short again
         must_stop = verdict.fatal and self._rules.on_hang == "stop"
         if must_stop:
             verdict = replace(verdict, found_at=time.time())
@@ -229,22 +232,8 @@ class Supervisor:
         some tenths of a second, so it is only taken once a verdict is known. If it cannot be taken,
         the verdict is returned as it is.
         """
-        shown_verdict = verdict
-        shown_snapshot = later
-
-        snapshot_with_stacks = self._take_snapshot(call_stacks=True)
-        if snapshot_with_stacks is not None:
-            # Judge again from the same earlier snapshot: a rank that has moved since then shows it.
-            waited_s = time.monotonic() - self._moved_at
-            verdict_with_stacks = hang.find(earlier, snapshot_with_stacks, waited_s)
-
-            # If the kinds differ, a rank has moved or ended meanwhile: the first verdict stands.
-            if verdict_with_stacks is not None and verdict_with_stacks.kind == verdict.kind:
-                # Keep the time at which the first verdict was found: a comparison with the times at
-                # which ranks have ended shows what came first.
-                shown_verdict = replace(verdict_with_stacks, found_at=verdict.found_at)
-                shown_snapshot = snapshot_with_stacks
-
+        judged_again = self._judge_with_stacks(verdict, earlier)
+        shown_verdict, shown_snapshot = judged_again or (verdict, later)
         try:
             write_report(self._folder, shown_snapshot, shown_verdict)
         except OSError as error:  # the verdict must still be reported
@@ -252,6 +241,32 @@ class Supervisor:
             self._report(problem, translate(problem))  # in English for the record, and translated
 
         return shown_verdict
+
+    def _judge_with_stacks(
+        self, verdict: Verdict, earlier: Snapshot
+    ) -> tuple[Verdict, Snapshot] | None:
+        """Takes a snapshot with the stacks of all calls, and judges it as `verdict` was judged.
+
+        Args:
+            verdict: the verdict that is known so far.
+            earlier: the first snapshot of the pair on which it was found.
+
+        Returns:
+            The verdict with the stacks, and the snapshot. None if the snapshot cannot be taken, or
+            if a rank has moved or ended meanwhile.
+        """
+        snapshot = self._take_snapshot(call_stacks=True)
+        if snapshot is None:
+            return None
+
+        waited_s = time.monotonic() - self._moved_at
+        verdict_with_stacks = hang.find(earlier, snapshot, waited_s)
+        if verdict_with_stacks is None or verdict_with_stacks.kind != verdict.kind:
+            return None
+
+        # The time at which the first verdict was found, compared with the times at which ranks have
+        # ended, shows what came first.
+        return replace(verdict_with_stacks, found_at=verdict.found_at), snapshot
 
     def _mark_reported_if_due(self, verdict: Verdict, lasted_s: float) -> bool:
         """Marks a verdict as reported, unless a report on its wait is too recent.
@@ -287,10 +302,10 @@ class Supervisor:
 
         Two verdicts are on the same wait if at least one of these keys is equal:
 
-        - by lines: all ranks are at the same lines in both verdicts, even if ranks have moved
-          between them. In a loop, the same rank may be late again and again.
-        - by last move: no rank has moved between the verdicts, even if some ranks are at other
-          lines. A rank may poll in a loop, for example.
+        - by lines: all ranks are at the same lines, as in a loop in which rank 1 is late in every
+          step. Between the verdicts the ranks have moved.
+        - by last move: no rank has moved between the verdicts. A rank that polls in a loop may be
+          at another line.
         """
         lines = tuple(row.line for row in verdict.rows)
         key_by_lines = (verdict.kind, verdict.ranks, lines)
@@ -326,8 +341,8 @@ class Supervisor:
             self._next_straggler_check_at = now + _SECOND_STRAGGLER_CHECK_S
             return
 
-        # Each wait for a straggler is reported once. It is the same wait as a reported one if one
-        # of its two keys, by lines and by last move, is that of a reported one.
+        # Each wait for a straggler is reported once. A wait has two keys, and if either of them was
+        # reported, so was the wait.
         keys = self._keys_of_wait(verdict)
         is_reported = any(key in self._reported_stragglers for key in keys)
         if not is_reported:

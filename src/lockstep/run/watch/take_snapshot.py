@@ -201,12 +201,9 @@ class _Request:
 
         with contextlib.suppress(OSError):
             end_of_file = self._evidence.stacks.stat().st_size  # the new stacks will begin there
-
-            # `answered` is None if `send` found no thread that answers.
-            has_answering_thread = self.state.answered is not None
-
+            was_asked = self.state.answered is not None  # it then has a thread that answers
             signal_number = harmless_stack_signal(
-                self.state.pid, self._earlier_context_switches, answers=has_answering_thread
+                self.state.pid, self._earlier_context_switches, answers=was_asked
             )
             if signal_number is not None:
                 os.kill(self.state.pid, signal_number)

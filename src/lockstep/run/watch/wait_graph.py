@@ -90,7 +90,8 @@ class WaitGraph:
             sender = _sender_waited_for(activity, table)
             is_mismatched = any(table.is_mismatched(call) for call in calls)
 
-            # The ranks that this one waits for. As sets are shared, it may be among them itself.
+            # The ranks that this one waits for. Ranks in one call share the set, so it may contain
+            # the rank itself.
             awaited = shared_sets.awaited_ranks(activity, calls, sender)
 
             # A rank that is PERHAPS_WAITING may be blocked by something else. It is treated as
@@ -114,15 +115,14 @@ class WaitGraph:
         Args:
             remaining: the waiting ranks that have not been found free so far.
         """
-        # Of each set of awaited ranks, those that remain. Many ranks share one set, so each set is
-        # looked at once.
-        awaited_sets = {self.waits_for[rank] for rank in remaining}
-        remaining_of_set = {awaited: awaited & remaining for awaited in awaited_sets}
+        # Thousands of ranks may share one set of awaited ranks, so each set is looked at once.
+        still_awaited: dict[frozenset[int], frozenset[int]] = {}  # by the whole set
+        for awaited in {self.waits_for[rank] for rank in remaining}:
+            still_awaited[awaited] = awaited & remaining
 
         free_ranks = set()
         for rank in remaining - self.mismatched:
-            awaited = self.waits_for[rank]
-            still_waits = _has_other_rank(remaining_of_set[awaited], rank)
+            still_waits = _has_other_rank(still_awaited[self.waits_for[rank]], rank)
             if not still_waits:
                 free_ranks.add(rank)
         return free_ranks
@@ -252,8 +252,8 @@ def _find_awaited_ranks(
 ) -> set[int]:
     """Returns the ranks that a waiting rank waits for.
 
-    If that is not known, these are all ranks that do something else. All ranks in the same wait
-    share the result, so it may contain the rank itself, which callers ignore.
+    If that is not known, these are all ranks that do something else. The rank itself may be among
+    them, since all ranks in the same wait share the result. Callers leave it out.
 
     Args:
         activity: what the waiting rank does.
@@ -321,9 +321,9 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
     """Corrects the activity of a rank that seems to work, but waits for other ranks on its GPU.
 
     A GPU executes the calls of a group in order, and completes the oldest one only when all ranks
-    have made it. So the rank waits if the oldest pending call of a group is the same in both
-    snapshots and cannot complete yet. (NCCL's recorder could tell which calls a GPU has started,
-    but only if torch measures their times, which slows training down.)
+    have made it. So the rank waits if its CPU has not moved, and if the oldest pending call of a
+    group is the same in both snapshots and cannot complete yet. (NCCL's recorder could tell which
+    calls a GPU has started, but only if torch measures their times, which slows training down.)
 
     Args:
         earlier: the rank's state in the first snapshot.
@@ -335,9 +335,8 @@ def recognize_gpu_wait(earlier: RankState, activity: Activity, table: CallTable)
     """
     if activity.kind is not Kind.WORKING:
         return activity
-    frames_before = frames_to_user_line(earlier)
-    frames_after = frames_to_user_line(activity.state)
-    if frames_before != frames_after:  # it has moved
+    cpu_has_moved = frames_to_user_line(earlier) != frames_to_user_line(activity.state)
+    if cpu_has_moved:
         return activity
 
     call = _collective_waited_in_by_gpu(earlier, activity.state, table)
@@ -486,15 +485,14 @@ def _missing_in_known_calls(
     Example: ranks 0 and 1 wait in call 6 of a group, and rank 2 has not made it: the result is
     rank 2. If rank 1 made a different call 6, the result is empty: nothing can complete the call.
     """
-    # The calls that all ranks have made alike so far, so that those who are missing could complete
-    # them. Each is listed once, by group and number.
-    completable_calls: dict[tuple[str, int], CollectiveCall] = {}
+    # Many ranks wait in the same call, so each call is looked at once.
+    call_by_number: dict[tuple[str, int], CollectiveCall] = {}  # by group and number
     for rank in graph.deadlocked - graph.partners_unknown:
         for call in _completable_calls(activities[rank], table):
-            completable_calls[call.key, call.seq] = call
+            call_by_number[call.key, call.seq] = call
 
     missing_ranks: set[int] = set()
-    for call in completable_calls.values():
+    for call in call_by_number.values():
         missing_ranks |= table.missing_ranks(call)
     return missing_ranks
 
