@@ -538,6 +538,22 @@ def test_collectives_are_counted(tmp_path, monkeypatch):
     assert not torch_compat.has_not_communicated([])
 
 
+def test_another_function_creates_the_store(monkeypatch):
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    original = rendezvous._create_c10d_store
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", original)
+    calls = []
+
+    def create(*given):
+        calls.append(given[:5])
+        return given[0](*given[1:])
+
+    torch_compat.replace_store_creation(create)
+    store, _, _ = next(rendezvous.rendezvous("tcp://127.0.0.1:0", rank=0, world_size=1))
+    assert store.port != 0
+    assert calls == [(original, "127.0.0.1", 0, 0, 1)]
+
+
 def test_a_store_elsewhere_serves_an_address(monkeypatch):
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)

@@ -50,7 +50,7 @@ SOUND: dict[str, dict[str, Any]] = {
     "variables": {"OMP_NUM_THREADS": "4"},
     "token": {"source": "/home/me/.config/lockstep/token", "problem": None, "do": "", "open": False,
               "digest": "12ab"},
-    "leftovers": {"shared": [], "sees_all": True, "logs": []},
+    "leftovers": {"shared": [], "sees_all_processes": True, "logs": []},
 }  # fmt: skip
 
 PLANTED = [
@@ -71,7 +71,7 @@ PLANTED = [
     ("gpus", {"gpus": [GPU | {"throttled": 0x40 | 0x4}]}, WARNING, "too hot (hardware)"),
     ("gpus", {"gpus": [GPU, GPU | {"name": "T4"}]}, WARNING, "of different kinds"),
     ("cores", {"allowed": 2, "quota": 2.5}, WARNING, "the control group allows 2.5"),
-    ("cores", {"load": 60.0}, WARNING, "60.0 processes want them"),
+    ("cores", {"load": 60.0}, WARNING, "60.0 processes want a core"),
     ("memory", {"available": 1 << 30}, WARNING, "0.5 GiB"),
     ("memory", {"group": 1 << 30}, WARNING, "its control group leaves 1 GiB"),
     ("memory", {"group": 1 << 20}, ERROR, "too little for one process with torch"),
@@ -246,7 +246,8 @@ def test_what_can_be_mended_is_mended(tmp_path: Path, monkeypatch: Any) -> None:
     folder = tmp_path / "runs" / "a"
     facts = {"leftovers": leftovers.gather(folder), "disk": disk.gather(folder)}
     assert facts["disk"]["exists"] is False
-    hidden = {**facts["leftovers"], "sees_all": False}  # another container's process may have it
+    # Another container's process may have it.
+    hidden = {**facts["leftovers"], "sees_all_processes": False}
     assert leftovers.fix(hidden) == []
     assert "if no container" in leftovers.judge(hidden).do
     few = {**facts["leftovers"], "shared": []}

@@ -7,6 +7,7 @@ that start others by hand.
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -283,3 +284,78 @@ def test_the_line_that_spawned_a_rank_which_is_killed_is_named(tmp_path: Path) -
     assert re.search(
         r"process 0 terminated with signal SIGKILL\n  train.py:7: mp.start", ran.stderr
     )
+
+
+IN_EACH_RANK = """
+import os, sys, tempfile, torch.distributed as dist, torch.multiprocessing as mp
+
+tempfile.tempdir = os.getcwd()  # torch leaves the files with the errors of processes there
+
+def work(number, size, url):
+    rank = int(os.environ["RANK"]) * 2 + number if size == 4 else number
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    method, size, url = sys.argv[1:]
+    if method == "none":
+        work(int(os.environ["RANK"]), int(size), url)
+    else:
+        mp.start_processes(work, args=(int(size), url), nprocs=2, start_method=method)
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "url", "found"),
+    [
+        ("fork", "tcp", "the script has started this process itself, in a rank of lockstep run"),
+        pytest.param(
+            *("spawn", "tcp", "the script has started this process itself, in a rank of"),
+            marks=pytest.mark.thorough,
+        ),
+        ("fork", "env://", "with this rank: in rank 0 and in rank 1 of lockstep run"),
+        ("none", "tcp", "as lockstep run serves the store of its ranks elsewhere"),
+    ],
+    ids=["address", "mp.spawn", "rank", "address of ranks"],
+)
+def test_ranks_that_cannot_meet_are_told_at_once(
+    tmp_path: Path, method: str, url: str, found: str
+) -> None:
+    """Torch would wait for its timeout: nobody serves a store, or two processes are one rank."""
+    folder = folder_with(tmp_path / "ours", IN_EACH_RANK)
+    with socket.socket() as reserving:  # nothing listens at the port
+        reserving.bind(("127.0.0.1", 0))
+        if url == "tcp":
+            url = f"tcp://127.0.0.1:{reserving.getsockname()[1]}"
+        ran = launch(["run", "--nproc", "2", "train.py", method, "2", url], folder)
+    assert ran.returncode != 0
+    assert found in ran.stderr
+
+
+def test_processes_of_several_ranks_meet_at_the_launchers_store(tmp_path: Path) -> None:
+    """Each rank starts two processes, which together are ranks 0 to 3."""
+    folder = folder_with(tmp_path / "ours", IN_EACH_RANK)
+    ran = launch(["run", "--nproc", "2", "train.py", "fork", "4", "env://"], folder)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("init", ["dist.init_process_group('gloo')", "lockstep.init(**given)"])
+def test_spawned_processes_without_an_address_are_told_what_to_do(
+    tmp_path: Path, init: str
+) -> None:
+    source = f"""
+import os, tempfile, lockstep, torch.distributed as dist, torch.multiprocessing as mp
+
+tempfile.tempdir = os.getcwd()
+
+def work(number):
+    given = {{"rank": number, "world_size": 2}}
+    {init}
+
+if __name__ == "__main__":
+    mp.start_processes(work, nprocs=2, start_method="fork")
+"""
+    ran = launch(["run", "train.py"], folder_with(tmp_path / "ours", source))
+    assert ran.returncode == 1
+    assert "call the function without torch.multiprocessing.spawn" in ran.stderr

@@ -122,15 +122,11 @@ def _defaults_from_file(
         SettingError: a key of the file is an option neither of this command nor of torchrun.
         TorchrunOptionsNeeded: a key is not an option of this command, but may be one of torchrun's.
     """
-    option_of_key = _options_by_key(ctx)  # with torchrun's options, once they have been read
+    option_of_key = _options_by_key(ctx)
     defaults = {}
     for key in file.values:
         if key not in option_of_key:
-            # Importing torchrun's options takes long, so `RunCommand.parse_args` only does so if
-            # this error asks for it, and then parses the command line again.
-            if TORCHRUN_OPTIONS not in ctx.meta:
-                raise TorchrunOptionsNeeded
-            raise _unknown_key_error(file, key, option_of_key)
+            raise _no_option_error(ctx, file, key, option_of_key)
 
         option = option_of_key[key]
         is_set_by_variable = any(environ.get(name) for name in _variables_of_option(option))
@@ -138,6 +134,21 @@ def _defaults_from_file(
             defaults[str(option.name)] = _default_from_file(option, file, key)
 
     return defaults
+
+
+def _no_option_error(
+    ctx: click.Context, file: LaunchFile, key: str, known_keys: Iterable[str]
+) -> TorchrunOptionsNeeded | SettingError:
+    """Returns the error for a key that is none of the options read so far.
+
+    Importing torchrun's options takes long, so at first they are not read. `RunCommand.parse_args`
+    catches TorchrunOptionsNeeded, reads them, and parses the command line again. If the key is no
+    option even then, the error is one for the user.
+    """
+    torchrun_options_are_read = TORCHRUN_OPTIONS in ctx.meta
+    if not torchrun_options_are_read:
+        return TorchrunOptionsNeeded()
+    return _unknown_key_error(file, key, known_keys)
 
 
 def _unknown_key_error(file: LaunchFile, key: str, known_keys: Iterable[str]) -> SettingError:

@@ -12,6 +12,7 @@ from lockstep.errors import LockstepError
 from lockstep.language import translate
 
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+EXIT_UNREADABLE = 2  # 1 means that two journals differ
 
 
 @click.group(cls=SuggestingGroup, short_help="Finds where two runs first differ, bit by bit.")
@@ -40,7 +41,7 @@ def diff_command(ctx: click.Context, /, a: Path, b: Path, json_file: str | None)
     try:
         comparison = compare_journals(read_journal(a), read_journal(b))
     except LockstepError as error:
-        error.exit_code = 2  # 1 would mean that they differ
+        error.exit_code = EXIT_UNREADABLE
         raise
 
     # If the JSON goes to stdout, the lines go to stderr.
@@ -68,7 +69,7 @@ def show_command(run: Path, last: int) -> None:
     try:
         lines = summary_lines(run, last)
     except LockstepError as error:
-        error.exit_code = 2  # as of the other commands on journals, where 1 means that they differ
+        error.exit_code = EXIT_UNREADABLE
         raise
 
     for line in lines:

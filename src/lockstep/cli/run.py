@@ -288,7 +288,8 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **_: Any)
     check_no_second_launcher(ctx.params["nproc"], script, args, ctx.params["module"])
     place = _chosen_place(ctx, script, args)
 
-    if not options_come_from_other_launcher(ctx):  # otherwise that launcher says it
+    # If another launcher has started this command, it has already said which options are not read.
+    if not options_come_from_other_launcher(ctx):
         say_if_options_are_not_read(ctx, script, args, say)
 
     if ctx.params["dry_run"]:

@@ -36,28 +36,45 @@ def check_no_second_launcher(
     --nproc-per-node 2 -m lockstep run train.py`, each process would start a training of its own.
 
     Raises:
-        SettingError: the script is a launcher, or several of this command were started by one.
+        SettingError: the script is a launcher, or a launcher has started this command in several
+            processes.
     """
-    # With one process, a launcher's module starts the training once, as the user wants.
+    if module:
+        _check_module_is_no_launcher(nproc, script)
+    else:
+        _check_script_is_no_launcher(script, args)
+    _check_started_once(os.environ, script, args, module)
+
+
+def _check_module_is_no_launcher(nproc: str | None, module: str) -> None:
+    """Checks that several processes do not run a launcher's module.
+
+    With one process, the launcher starts the training once, as the user wants.
+    """
     starts_several = nproc not in (None, "1")
-    if module and script in MODULES_OF_LAUNCHERS and starts_several:
+    if module in MODULES_OF_LAUNCHERS and starts_several:
         raise SettingError(
-            f"lockstep run --nproc {nproc} -m {script}",
+            f"lockstep run --nproc {nproc} -m {module}",
             "it is a launcher too, so each process would start the whole training",
-            f"leave out -m {script} and its options: lockstep run --nproc N SCRIPT",
+            f"leave out -m {module} and its options: lockstep run --nproc N SCRIPT",
         )
 
-    # A launcher's program is an error with any number: its name stands where the script should.
-    program = Path(script).name
-    if not module and program in PROGRAMS_OF_LAUNCHERS:
-        if program == "torchrun":
-            command = shlex.join(["lockstep", "run", *args])
-            do = f"leave it out, as lockstep run has the same options: {command}"
-        else:
-            do = "leave it and its options out: lockstep run --nproc N SCRIPT"
-        raise SettingError(f"lockstep run {script}", "it is a launcher too", do)
 
-    _check_started_once(os.environ, script, args, module)
+def _check_script_is_no_launcher(script: str, args: Sequence[str]) -> None:
+    """Checks that the script is not the program of a launcher, as in `lockstep run torchrun ...`.
+
+    With one process this is wrong too, as Python can only run scripts.
+    """
+    program = Path(script).name
+    if program not in PROGRAMS_OF_LAUNCHERS:
+        return
+
+    if program == "torchrun":
+        command = shlex.join(["lockstep", "run", *args])
+        do = f"leave it out, as lockstep run has the same options: {command}"
+    else:
+        do = "leave it and its options out: lockstep run --nproc N SCRIPT"
+    raise SettingError(f"lockstep run {script}", "it is a launcher too", do)
 
 
 def _check_started_once(

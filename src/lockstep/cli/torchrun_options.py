@@ -26,10 +26,8 @@ def torchrun_options() -> list[click.Option]:
         if is_positional or action.dest == "help":
             continue
 
-        # For click, `is_flag=False` would mean an option whose value may be left out. With None it
-        # is an option with a value.
         takes_no_value = action.nargs == 0
-        is_flag = True if takes_no_value else None
+        is_flag = True if takes_no_value else None  # with False, a value could be left out
         options.append(
             click.Option(
                 # The name comes first, followed by the flags, such as --nnodes.

@@ -32,7 +32,7 @@ from lockstep.distributed.join import Join, JoinRequest, read_request
 from lockstep.machine import network
 from lockstep.machine.network import LOOPBACK, Endpoint, is_here, wait_until
 from lockstep.machine.topology import Topology
-from lockstep.torch_compat import answers_as_store
+from lockstep.torch_compat import answers_as_store, number_among_spawned
 
 INIT_METHOD_FORMS = "the forms are 'env://', 'tcp://host:port' and 'file:///absolute/path'"
 NOT_A_STORE = "something listens there, but it is not a torch store"
@@ -295,10 +295,16 @@ def _endpoint_of_environment(topology: Topology) -> Endpoint:
     """
     if topology.master_addr is None or topology.master_port is None:
         missing = "MASTER_ADDR" if topology.master_addr is None else "MASTER_PORT"
+        do = f"set {missing}, start with `lockstep run`, or give init_method='tcp://host:port'"
+        if number_among_spawned() is not None:
+            do = (
+                "call the function without torch.multiprocessing.spawn, and start the script with "
+                f"lockstep run --nproc N; or set {missing}, or give init_method='tcp://host:port'"
+            )
         raise errors.SettingError(
             f"rank {topology.rank} of {topology.size} (from {topology.source})",
             f"{missing} is not set, so rank 0 cannot be found",
-            f"set {missing}, start with `lockstep run`, or give init_method='tcp://host:port'",
+            do,
         )
 
     # Processes of one machine meet at loopback, except at a store of the launcher (`agent_store`,

@@ -272,11 +272,10 @@ def _judge_names(machines: Machines) -> Finding:
             continue
 
         for target, addresses in addresses_of_target.items():
-            observer_knows_name = bool(addresses)
-            if observer_knows_name:
-                if _are_all_loopback(addresses) and len(machines) > 1:
-                    problems.append(_name_at_loopback(observer, target, addresses))
-            elif machines[target]["own"]:  # the address that the machine has given for itself
+            is_known = bool(addresses)
+            if is_known:
+                problems += _problems_of_addresses(observer, target, addresses, machines)
+            elif machines[target]["own"]:
                 reached_by_address.append(target)
             else:
                 problems.append(_unknown_name(observer, target))
@@ -295,19 +294,21 @@ def _unknown_name(machine: str, name: str) -> Finding:
     return Finding(ERROR, found, ADVICE_ON_NAMES)
 
 
-def _name_at_loopback(machine: str, name: str, addresses: Sequence[str]) -> Finding:
-    """Returns the finding about a name that leads to loopback where a machine looks it up.
+def _problems_of_addresses(
+    machine: str, name: str, addresses: Sequence[str], machines: Machines
+) -> list[Finding]:
+    """Returns a finding if the addresses that a machine has looked up for a name are loopback.
 
     At loopback, a machine only reaches itself. That is wrong for the name of another machine, and
-    unusual for its own name.
+    unusual for its own name. In a run on one machine it is right.
     """
+    is_loopback = all(is_loopback_address(address) for address in addresses)
+    if not is_loopback or len(machines) == 1:
+        return []
+
     found = f"on {machine}, {name} is {addresses[0]}: loopback"
     level = WARNING if name == machine else ERROR
-    return Finding(level, found, ADVICE_ON_NAMES)
-
-
-def _are_all_loopback(addresses: Sequence[str]) -> bool:
-    return all(is_loopback_address(address) for address in addresses)
+    return [Finding(level, found, ADVICE_ON_NAMES)]
 
 
 @dataclass(frozen=True)
@@ -482,28 +483,30 @@ def _judge_data(machines: Machines) -> Finding:
     The kinds are the number of files, their sizes, their names, and pieces of their contents. The
     facts are the result of `data.gather`.
     """
-    # The facts of each machine. They are None if nothing is at the path, and `NO_ANSWER`, with the
-    # only key `UNKNOWN`, if the machine did not answer.
-    data = {name: facts.get("data", NO_ANSWER) for name, facts in machines.items()}
-    missing = [name for name, facts in data.items() if facts is None]
-    if missing:
+    data_of_machine = {name: facts.get("data", NO_ANSWER) for name, facts in machines.items()}
+    missing = [name for name, facts in data_of_machine.items() if facts is None]
+    if missing:  # nothing is at the path
         return Finding(ERROR, f"missing on {_name_machines(missing)}", ADVICE_ON_DATA)
 
-    if_equal = _describe_equal_data(data)
-
-    def compare(key: str) -> Finding:
-        compared = {machine: _one_fact(facts, key) for machine, facts in data.items()}
-        return _compare(compared, level=ERROR, do=ADVICE_ON_DATA, if_equal=if_equal)
-
     for key in ("files", "bytes", "sizes", "names"):
-        finding = compare(key)
-        is_difference = finding.level == ERROR
-        if is_difference:
+        finding = _compare_data(data_of_machine, key)
+        differs = finding.level == ERROR
+        if differs:
             return finding
+    return _compare_data(data_of_machine, "contents")
 
-    # Only the contents may still differ. If they do not, this finding says so, or names the
-    # machines that have not answered.
-    return compare("contents")
+
+def _compare_data(data_of_machine: Mapping[str, Facts], key: str) -> Finding:
+    """Compares one fact about the data set, such as `bytes`.
+
+    Machines that have not answered are listed in the finding, as a warning.
+    """
+    return _compare(
+        {machine: _one_fact(facts, key) for machine, facts in data_of_machine.items()},
+        level=ERROR,
+        do=ADVICE_ON_DATA,
+        if_equal=_describe_equal_data(data_of_machine),
+    )
 
 
 def _describe_equal_data(data: Mapping[str, Facts]) -> str:

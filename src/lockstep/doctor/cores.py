@@ -36,8 +36,6 @@ def judge(facts: Facts) -> Finding:
     quota = facts["quota"]  # in cores, such as 2.5
     load = facts["load"]  # in processes
 
-    # The text of a problem follows the name of the check and the summary: "cores  4 of 8; 60.0
-    # processes want them".
     problems = []
     if quota is not None and quota < machine:
         found = f"the control group allows {quota:g}, but libraries count {machine}"
@@ -46,7 +44,7 @@ def judge(facts: Facts) -> Finding:
 
     # The load is that of the whole machine, so it is compared with all of its cores.
     if load > MAX_LOAD_PER_CORE * machine:
-        found = f"{load:.1f} processes want them"
+        found = f"{load:.1f} processes want a core"
         problems.append(Finding(WARNING, found, "use top to see what else is running"))
 
     return join_findings(f"{allowed} of {machine}", problems)

@@ -33,34 +33,27 @@ def gather(folder: Path) -> Facts:
     """Reads the free space and the number of free files, and measures the speed of writing.
 
     If the folder does not exist, the nearest existing folder above it is measured.
-
-    Returns:
-        `folder` and whether it `exists`; the bytes of its disk in `total` and that are `free`;
-        `files`, the number of files that can still be made, or None without a limit; the folder for
-        `temporary` files and the bytes that are free there; and `speed`, in bytes per second. It is
-        None if the folder cannot be written; then `problem` says why.
     """
-    # If `a/b` is a file, or a link that leads nowhere, the folder `a/b/c` cannot be made. Then the
-    # nearest path that exists is `a/b`, and the nearest folder is `a`.
     path_and_parents = [folder, *folder.absolute().parents]
-    nearest_path = _first(path_and_parents, os.path.lexists)
     nearest_folder = _first(path_and_parents, os.path.isdir)
-
     usage = shutil.disk_usage(nearest_folder)
     file_system = os.statvfs(nearest_folder)
     facts: dict[str, Any] = {
         "folder": str(folder),
         "exists": nearest_folder == folder,
-        "total": usage.total,
-        "free": usage.free,
-        "files": file_system.f_favail if file_system.f_files else None,  # 0 means no limit
+        "total": usage.total,  # bytes
+        "free": usage.free,  # bytes
+        # How many files can still be made; None without a limit, for which `f_files` is 0.
+        "files": file_system.f_favail if file_system.f_files else None,
         "temporary": tempfile.gettempdir(),
-        "temporary_free": shutil.disk_usage(tempfile.gettempdir()).free,
-        "speed": None,
-        "problem": None,
+        "temporary_free": shutil.disk_usage(tempfile.gettempdir()).free,  # bytes
+        "speed": None,  # bytes per second; None if nothing can be written
+        "problem": None,  # why nothing can be written
     }
 
-    is_blocked_by_file = nearest_folder != nearest_path
+    # If `a/b` is a file, or a link that leads nowhere, the folder `a/b/c` cannot be made.
+    nearest_path = _first(path_and_parents, os.path.lexists)  # here `a/b`
+    is_blocked_by_file = nearest_path != nearest_folder  # which is `a`
     if is_blocked_by_file:
         facts["problem"] = f"{nearest_path} is no folder"
         return facts

@@ -47,36 +47,35 @@ ACKNOWLEDGEMENT = b"+"
 
 
 def facts(
-    folder: str, names: dict[str, str], files: dict[str, str], fix: bool, seconds: float
+    folder: str, address_of: dict[str, str], files: dict[str, str], fix: bool, seconds: float
 ) -> dict[str, Any]:
     """Runs all checks of `lockstep doctor` on this machine, and reads the files to compare.
 
     Args:
         folder: the folder for checkpoints.
-        names: for each machine the address or host name to look up, such as `{"gpu1": "10.0.0.5"}`;
-            the key is the name that the user gave the machine.
+        address_of: the address or host name of each machine, by the name that the user gave it:
+            `{"gpu1": "10.0.0.5"}`.
         files: the files to compare: `script`, a file, and `data`, a file or folder.
         fix: whether to repair what can be repaired.
         seconds: how long everything may take. Facts that take longer are not known, see
             `doctor.run_within`.
 
     Returns:
-        `checks`, the facts of each check; `fixed`, a line about each repair; `resolved`, the
-        addresses of each machine's name; and descriptions of the files to compare.
+        `checks`, the facts of each check; `fixed`, a line about each repair; `script` and `data`,
+        the descriptions of these files; `resolved`, the addresses of each machine.
     """
-    functions: dict[str, Callable[[], Any]] = {}
+    readers: dict[str, Callable[[], Any]] = {}
     if "script" in files:
-        functions["script"] = partial(_digest, Path(files["script"]))
+        readers["script"] = partial(_digest, Path(files["script"]))
     if "data" in files:
-        functions["data"] = partial(data.gather, Path(files["data"]))
-    functions["resolved"] = partial(_resolve_all, names)
+        readers["data"] = partial(data.gather, Path(files["data"]))
+    readers["resolved"] = partial(_resolve_all, address_of)
 
-    # The files are read in another thread while the checks run in this one, so that together they
-    # take no longer than `seconds`.
+    # Both may take as long as `seconds`, so the files are read in another thread meanwhile.
     with ThreadPoolExecutor(1) as pool:
-        compared = pool.submit(doctor.run_within, seconds, functions)
+        reading = pool.submit(doctor.run_within, seconds, readers)
         checks, fixed = doctor.examine(Path(folder), repair=fix, deadline_s=seconds)
-        return {"checks": checks, "fixed": fixed, **compared.result()}
+        return {"checks": checks, "fixed": fixed, **reading.result()}
 
 
 def _digest(file: Path) -> dict[str, Any] | None:
@@ -86,8 +85,8 @@ def _digest(file: Path) -> dict[str, Any] | None:
     return {"digest": hashlib.sha256(file.read_bytes()).hexdigest()[:8]}
 
 
-def _resolve_all(names: dict[str, str]) -> dict[str, Any]:
-    return {name: resolve(address) for name, address in names.items()}
+def _resolve_all(address_of: dict[str, str]) -> dict[str, Any]:
+    return {name: resolve(address) for name, address in address_of.items()}
 
 
 def serve(token: str) -> dict[str, Any]:

@@ -151,10 +151,8 @@ class _Examination:
                 )
                 continue
 
-            # A machine knows its own address from the ssh connection to it. No ssh connection leads
-            # to this machine, but the others have answered from which address it connects.
-            address = answer["own_address"]
-            is_this_machine = self._connections[name].here
+            address = answer["own_address"]  # at which ssh has reached the machine
+            is_this_machine = self._connections[name].here  # which is not reached by ssh
             if is_this_machine:
                 address = _address_of_this_machine(answers.values()) or address
 
@@ -260,11 +258,8 @@ class _Examination:
             files: the files to compare: `script`, a file, and `data`, a file or folder.
             fix: whether to repair on each machine what can be repaired.
         """
-        # Each machine checks whether it can resolve the names of all machines.
-        addresses = {name: self._connections[name].host.address for name in self.facts}
-
-        # The checks leave time to transfer this answer, and then the answers to later requests.
-        checks_s = min(DEADLINE_S, self._remaining_s(reserve_s=2 * ANSWER_TRANSFER_S))
+        # After the checks, this answer is transferred, and then the answers to later requests.
+        checks_timeout_s = self._remaining_s(reserve_s=2 * ANSWER_TRANSFER_S)
         answer_timeout_s = self._remaining_s(reserve_s=ANSWER_TRANSFER_S)
 
         # These are the arguments of `helper.facts`, which runs the checks on a machine.
@@ -272,23 +267,25 @@ class _Examination:
             "folder": str(self._folder),
             "files": files,
             "fix": fix,
-            "names": addresses,
-            "seconds": checks_s,
+            "address_of": {name: self._connections[name].host.address for name in self.facts},
+            "seconds": min(DEADLINE_S, checks_timeout_s),
         }
         answers = await self._ask(
             lambda connection: connection.ask(ask="facts", **request), answer_timeout_s
         )
 
-        # In a run, `lockstep run --hosts` sends some variables from here to each machine. So for
-        # these variables, the value here counts on each machine, in place of its own value.
-        forwarded = {}
-        for name, value in variables.gather(self._folder).items():
-            if is_forwarded(name):
-                forwarded[name] = value
-
+        forwarded = self._forwarded_variables()
         for name, answer in answers.items():
             answer["checks"]["variables"].update(forwarded)
             self.facts[name].update(answer)
+
+    def _forwarded_variables(self) -> dict[str, Any]:
+        """Returns the variables of this machine that `lockstep run --hosts` sends to the others.
+
+        In a run, each machine has these values in place of its own.
+        """
+        variables_here = variables.gather(self._folder)
+        return {name: value for name, value in variables_here.items() if is_forwarded(name)}
 
     async def _test_shared_folder(self) -> None:
         """Makes the first machine write a file, which the others then read.

@@ -39,12 +39,12 @@ FileAndSize = tuple[str, int]
 def gather(folder: Path) -> Facts:
     """Lists the files of shared memory and the folders of logs that could be removed.
 
-    `sees_all` is False if processes in containers may use the files: a container may share /dev/shm
-    with this process, which does not see the processes in it.
+    `sees_all_processes` is False if processes in containers may use the files: a container may
+    share /dev/shm with this process, which does not see the processes in it.
     """
     return {
         "shared": [[path, size] for path, size in _abandoned_shared_memory()],
-        "sees_all": sees_all_processes(),
+        "sees_all_processes": sees_all_processes(),
         "logs": [[path, size] for path, size in _old_logs()],
     }
 
@@ -156,12 +156,12 @@ def judge(facts: Facts) -> Finding:
         files = count_noun(len(shared), "file")
         found = f"/dev/shm holds {size_mib} MiB in {files} of ended processes"
 
-        # `torch_1234_...` was created by process 1234, and there is no such process here. But in a
-        # container that shares /dev/shm there may be one, as it has process ids of its own.
-        if facts["sees_all"]:
+        # A process in a container that shares /dev/shm may still use the files. Such a process
+        # cannot be seen from here.
+        if facts["sees_all_processes"]:
             do = "--fix removes them"
         else:
-            do = "remove them if no container uses this /dev/shm: its processes have other numbers"
+            do = "remove them if no container uses this /dev/shm: its processes cannot be seen here"
 
         problems.append(Finding(WARNING, found, do))
 
@@ -186,7 +186,7 @@ def fix(facts: Facts) -> list[str]:
         A line about each file or folder that was removed.
     """
     done = []
-    if facts["sees_all"]:
+    if facts["sees_all_processes"]:
         for path, _ in facts["shared"]:
             Path(path).unlink(missing_ok=True)
             done.append(f"removed {path}")

@@ -310,24 +310,27 @@ def choose_nccl_interfaces(
     if reaching_master is not None and reaching_master not in present:
         present.append(reaching_master)  # the kernel may report a second late that it is up
 
-    # Of the interfaces that NCCL would use by itself, find those that lead to no other machine.
     chosen_by_nccl = _taken_by_nccl(present)
     unusable = []
     for name in chosen_by_nccl:
-        leads_nowhere = _is_named_loopback(name) or CONTAINER_INTERFACE.match(name)
-        if leads_nowhere and name != reaching_master:
+        if _stays_on_this_machine(name) and name != reaching_master:
             unusable.append(name)
-    usable = [name for name in chosen_by_nccl if name not in unusable]
-
     if not unusable:  # NCCL's own choice is right
         return None
-    if not usable and reaching_master is not None:
-        usable = [reaching_master]
-    if not usable:  # nothing better is known
+
+    better = [name for name in chosen_by_nccl if name not in unusable]
+    if not better and reaching_master is not None:
+        better = [reaching_master]
+    if not better:  # nothing better is known
         return None
 
     reason = (
         f"by itself NCCL would use {', '.join(unusable)}, by the name loopback or an interface to "
         "containers of this machine"
     )
-    return "=" + ",".join(usable), reason
+    return "=" + ",".join(better), reason
+
+
+def _stays_on_this_machine(interface: str) -> bool:
+    """Returns True if, by its name, an interface is loopback, or leads to containers only."""
+    return _is_named_loopback(interface) or CONTAINER_INTERFACE.match(interface) is not None

@@ -268,11 +268,6 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         environ, argv, rank, size, master_addr
     )
 
-    by_torch_elastic = "TORCHELASTIC_RUN_ID" in environ
-    source = environ.get(LAUNCHER_VARIABLE)
-    if not source:
-        source = "torchrun" if by_torch_elastic else SET_BY_VARIABLES
-
     topology = Topology(
         rank=rank,
         size=size,
@@ -283,7 +278,7 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
         master_addr=master_addr,
         master_port=port(environ),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        source=source,
+        source=_launcher(environ) or SET_BY_VARIABLES,
         memory=tuple(environ.get("LOCKSTEP_STEP_MEMORY", "").split()),
         restarts=_number(environ, RESTART_COUNT) if environ.get(RESTART_COUNT) else 0,
         keeps_every_step=environ.get("LOCKSTEP_KEEP_EVERY_STEP") == "1",
@@ -297,9 +292,25 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
             "LOCAL_WORLD_SIZE at most WORLD_SIZE",
             "let the launcher set all of them",
         )
-    if not by_torch_elastic:
+    if not _is_by_torch_elastic(environ):
         _check_agrees_with_scheduler(topology, environ)
     return topology
+
+
+def _launcher(environ: Environ) -> str | None:
+    """Returns the launcher that has set the variables of a rank: `torchrun`, for example.
+
+    None if there is none, or if it is one that does not give its name.
+    """
+    name = environ.get(LAUNCHER_VARIABLE)
+    if name:
+        return name
+    return "torchrun" if _is_by_torch_elastic(environ) else None
+
+
+def _is_by_torch_elastic(environ: Environ) -> bool:
+    """Returns True in a rank of torchrun or of another launcher that stands on torch elastic."""
+    return "TORCHELASTIC_RUN_ID" in environ
 
 
 def launcher_above_script(environ: Environ) -> str | None:
@@ -316,9 +327,7 @@ def launcher_above_script(environ: Environ) -> str | None:
     if parent is None or parent.pid == os.getpid():
         return None
 
-    if environ.get(LAUNCHER_VARIABLE):
-        return environ[LAUNCHER_VARIABLE]
-    return "torchrun" if "TORCHELASTIC_RUN_ID" in environ else None
+    return _launcher(environ)
 
 
 class _PlaceOnMachine(NamedTuple):
@@ -487,8 +496,8 @@ def _read_open_mpi(environ: Environ, task: Task) -> Topology | None:
 
 def _read_mpich(environ: Environ, task: Task) -> Topology | None:
     """Reads the place of a process of MPICH's or Intel MPI's `mpirun`."""
-    # `srun --mpi=pmi2` sets the variables of MPICH too. Then both say the same, and the process is
-    # left to the reader of Slurm.
+    # `srun --mpi=pmi2` sets the variables of MPICH and those of Slurm to the same rank and size.
+    # `_read_slurm` reads such a process.
     was_started_by_srun = task == SLURM.task(environ)
     if was_started_by_srun:
         return None
@@ -685,12 +694,11 @@ def _check_consecutive_ranks(topology: Topology, command: str) -> None:
     first_rank_here = topology.rank - topology.local_rank
     begins_below_0 = first_rank_here < 0
 
-    # If all machines have equally many ranks, each begins at a multiple of this number. With 7
-    # ranks and 4 of them here, another machine has fewer, and this one may begin at any rank.
+    # If all machines have equally many ranks, each begins at a multiple of this number. They do not
+    # with 7 ranks of which 4 are here: then nothing is known about where this machine begins.
     machines_may_be_equal = topology.size % topology.local_size == 0
-    begins_within_another_machine = (
-        machines_may_be_equal and first_rank_here % topology.local_size != 0
-    )
+    is_multiple = first_rank_here % topology.local_size == 0
+    begins_within_another_machine = machines_may_be_equal and not is_multiple
 
     if begins_below_0 or begins_within_another_machine:
         raise SettingError(

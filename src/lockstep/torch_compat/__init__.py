@@ -116,6 +116,7 @@ from lockstep.torch_compat.stores import (
     answers_as_store as answers_as_store,
     list_keys as list_keys,
     redirect_store as redirect_store,
+    replace_store_creation as replace_store_creation,
     separate_attempts as separate_attempts,
 )
 from lockstep.torch_compat.tensors import (

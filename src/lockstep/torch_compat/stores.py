@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -74,6 +76,17 @@ def answers_as_store(connection: socket.socket) -> bool:
         return False
 
 
+def replace_store_creation(replacement: Callable[..., Any]) -> None:
+    """Makes `init_process_group` create its TCPStore by another function.
+
+    Args:
+        replacement: the function; it is called with torch's own function, followed by the host, the
+            port, the rank, the world size, and what else torch passes.
+    """
+    rendezvous: Any = import_module("torch.distributed.rendezvous")
+    rendezvous._create_c10d_store = partial(replacement, rendezvous._create_c10d_store)
+
+
 def redirect_store(*, from_port: int, to_port: int) -> None:
     """Makes `init_process_group` connect to a running store instead of serving one.
 
@@ -85,13 +98,13 @@ def redirect_store(*, from_port: int, to_port: int) -> None:
             other port are not changed.
         to_port: the port of the running store.
     """
-    # `init_process_group` calls this function. It is replaced for the rest of the process.
-    rendezvous: Any = import_module("torch.distributed.rendezvous")
-    original = rendezvous._create_c10d_store
+    from torch.distributed import TCPStore
 
-    def create_store(host: str, port: int, rank: int, size: int, timeout: Any, *rest: Any) -> Any:
+    def create_store(
+        original: Any, host: str, port: int, rank: int, size: int, timeout: Any, *rest: Any
+    ) -> Any:
         if port != from_port:
             return original(host, port, rank, size, timeout, *rest)
-        return rendezvous.TCPStore(host, to_port, size, is_master=False, timeout=timeout)
+        return TCPStore(host, to_port, size, is_master=False, timeout=timeout)
 
-    rendezvous._create_c10d_store = create_store
+    replace_store_creation(create_store)

@@ -88,13 +88,13 @@ def _settings_of_ranks(ctx: click.Context, quiet: bool) -> dict[str, Any]:
     if quiet:
         given["quiet"] = 1
 
-    # The ranks print which options come from a launch file. They are told by a variable, which this
-    # process may have inherited from a launcher that has read another file. An inherited value is
-    # overwritten, with "" if no option of this run comes from a file.
-    origin_of_options = file_and_its_options(ctx)  # "lockstep.toml: nproc, precision"
-    has_inherited_value = FROM_FILE_VARIABLE in os.environ
-    if origin_of_options or has_inherited_value:
-        given["from_file"] = origin_of_options
+    # The ranks print which options come from a launch file.
+    options_from_file = file_and_its_options(ctx)  # "lockstep.toml: nproc, precision", or ""
+    # If a script of another run has started this one, the variable is set already, for that run. An
+    # empty text overwrites it too.
+    is_set_for_other_run = FROM_FILE_VARIABLE in os.environ
+    if options_from_file or is_set_for_other_run:
+        given["from_file"] = options_from_file
     return given
 
 

@@ -55,13 +55,12 @@ def given_options(ctx: click.Context) -> list[str]:
     Options from the launch file are included, as other launchers do not read it. Options that these
     launchers do not get, or get in another way, are left out.
     """
+    # Says which of the options come from a launch file: "lockstep.toml: nproc, precision".
+    words = [f"--from-file={file_and_its_options(ctx)}"]
+
     left_out = {"nproc", "module"}  # the caller passes them on
     left_out |= {"dry_run", "launch_file"}  # they are for this command only
-
-    # "--from-file=lockstep.toml: nproc, precision" says which of the options come from a launch
-    # file. It is written anew here, so a value on the command line is left out.
-    words = [f"--from-file={file_and_its_options(ctx)}"]
-    left_out.add("from_file")
+    left_out |= {"from_file"}  # it is among the words already
     for param in ctx.command.params:
         name = str(param.name)
         if not isinstance(param, click.Option):  # the script and its arguments

@@ -65,7 +65,9 @@ class DynamicRendezvous(Rendezvous):
         return self._make_info(store, node_rank, len(participants))
 
     def _wait_for_round(self) -> tuple[int, Sequence[int]]:
-        """Asks for a round, and waits until one is decided in which this node takes part.
+        """Waits until a round is decided in which this node takes part.
+
+        Meanwhile it asks for such a round again and again, as the nodes that are present change.
 
         Returns:
             The round, and the numbers of the nodes that take part in it, in the order of their
@@ -93,22 +95,23 @@ class DynamicRendezvous(Rendezvous):
             if self._takes_part(decided):
                 return decided["round"], decided["nodes"]
 
-            # Ask for the round that this node should take part in, unless it has done so. The
-            # server, which is one of the waiting nodes, also decides on the round.
-            own = self._peers.own
-            round_number = self._choose_round(present)
-            must_ask = own.requested_round < round_number
-            if must_ask:
-                self._peers.update_own(requested_round=round_number)
-
-            is_server = own.number == SERVER_NUMBER
-            if is_server:
-                self._decide_participants(round_number)
-
+            self._ask_for_round(self._choose_round(present))
+            num_wanted = format_nnodes(self._peers.own.nodes)
             announcer.say_waiting(
-                f"waiting for {format_nnodes(own.nodes)} nodes; here: {describe_present(present)}"
+                f"waiting for {num_wanted} nodes; here: {describe_present(present)}"
             )
             time.sleep(POLL_INTERVAL_S)
+
+    def _ask_for_round(self, round_number: int) -> None:
+        """Asks for a round, unless this node has done so. The server also decides on it."""
+        own = self._peers.own
+        has_asked = own.requested_round >= round_number
+        if not has_asked:
+            self._peers.update_own(requested_round=round_number)
+
+        is_server = own.number == SERVER_NUMBER
+        if is_server:
+            self._decide_participants(round_number)
 
     def _takes_part(self, decided: Mapping[str, Any]) -> bool:
         """Returns True if this node must start its ranks now, for a decided round.
@@ -198,7 +201,7 @@ class DynamicRendezvous(Rendezvous):
         took_part_in_last_round = own.last_started_round == last_started_round
         if took_part_in_last_round:
             next_round = last_started_round + 1
-            return max(next_round, latest_asked_round)
+            return max(next_round, latest_asked_round)  # all nodes must ask for the same round
 
         others_begin_a_round = latest_asked_round > last_started_round
         if others_begin_a_round:

@@ -156,7 +156,7 @@ class HostsRun:
         self._main_task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
         self._handle_signals(self._loop)
-        self._loop.call_soon(self._handle_interrupts)  # of calls of `interrupt` before this loop
+        self._loop.call_soon(self._handle_interrupts)  # `interrupt` may have been called already
 
         heartbeats = asyncio.create_task(self._send_heartbeats())
         try:
@@ -455,27 +455,28 @@ class HostsRun:
         async def listen_first(connection: MachineConnection) -> None:
             await connection.listen(address, port, any_port_if_taken=given_port is None)
 
-        async def reach_first(connection: MachineConnection) -> None:
-            address_seen_by_first = await connection.reach(first)
-            any_free_port = 0
-            await connection.listen(address_seen_by_first, any_free_port)  # for `reach_neighbors`
-
-        async def reach_neighbors(connection: MachineConnection) -> None:
-            # The last machine of the list is followed by the first.
-            index = connections.index(connection)
-            following = connections[index + 1 :] + connections[:index]
-            for neighbor in following[:NUM_NEIGHBORS_TRIED]:
-                await connection.reach(neighbor)
-
         await self._run_on_all_or_raise([first], listen_first)
-        await self._run_on_all_or_raise(connections[1:], reach_first)
+        await self._run_on_all_or_raise(connections[1:], self._reach_first_and_listen)
 
         # If the user has chosen an interface for Gloo, the ranks may use another one than these
         # connections. So connections between neighbors are not tested then.
         if "GLOO_SOCKET_IFNAME" not in self._spec.environment:
-            await self._run_on_all_or_raise(connections, reach_neighbors)
+            await self._run_on_all_or_raise(connections, self._reach_neighbors)
 
         return first.listen_address  # with the port that is really used
+
+    async def _reach_first_and_listen(self, connection: MachineConnection) -> None:
+        """Connects a machine to the first one, and makes it listen, for `_reach_neighbors`."""
+        own_address = await connection.reach(self._connections[0])
+        any_free_port = 0
+        await connection.listen(own_address, any_free_port)
+
+    async def _reach_neighbors(self, connection: MachineConnection) -> None:
+        """Connects a machine to the next few in the list, whose last is followed by the first."""
+        index = self._connections.index(connection)
+        following = self._connections[index + 1 :] + self._connections[:index]
+        for neighbor in following[:NUM_NEIGHBORS_TRIED]:
+            await connection.reach(neighbor)
 
     def _address_of_first(self) -> str:
         """Returns the address of the first machine, as seen by the other machines."""

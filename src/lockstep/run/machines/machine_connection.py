@@ -328,7 +328,8 @@ class MachineConnection(ABC):
         self._shutdown_timeout_s = shutdown_timeout_s
         self._launcher_started = True
 
-        # Whole lines of earlier output were dropped as they came. Drop the beginning of a line too.
+        # Until now, output was dropped, one whole line after the other. Drop what has arrived of
+        # the next line.
         for output in self._outputs.values():
             output.unfinished_line = b""
 
@@ -479,8 +480,8 @@ class MachineConnection(ABC):
         has_ended_in_time = await wait_all([self.wait_for_end()], timeout_s)
         if not has_ended_in_time:
             self.kill()
-            # `_read_rest` then reads for up to about 2 * FINISH_TIMEOUT_S.
-            await wait_all([self.wait_for_end()], 2 * FINISH_TIMEOUT_S)
+            longest_reading_s = 2 * FINISH_TIMEOUT_S  # of the rest of the output, by `_read_rest`
+            await wait_all([self.wait_for_end()], longest_reading_s)
 
         for task in self._reading_tasks:
             task.cancel()

@@ -68,8 +68,10 @@ def open_rendezvous(
     """Opens the rendezvous of a run.
 
     On one machine and on the server, this returns at once; on other nodes, when the server has
-    admitted them. The nodes wait for each other in `next_rendezvous`. With several machines this
-    starts threads, so a process that must have a single thread is forked before.
+    admitted them. The nodes wait for each other in `next_rendezvous`.
+
+    With several machines this starts threads, which a fork does not copy. So processes that are
+    forked from this one are forked before this is called.
 
     Args:
         parameters: torchrun's flags for the rendezvous.
@@ -205,7 +207,7 @@ class _MultiNodeOpener:
         if is_server_by_flags and not _is_this_machine(endpoint.host):
             with suppress(MasterUnreachableError):
                 return self._connect(OTHER_SERVER_TIMEOUT_S)
-            # Nobody serves there, so a port forwarding leads from there to this machine.
+            # Nobody serves there. So this machine does: the user may forward that port to it.
 
         address = network.serving_address(endpoint, self._parameters.local_addr)
         try:
@@ -275,7 +277,7 @@ class _MultiNodeOpener:
         store = network.serve_store(LOOPBACK, 0, store_timeout(self._parameters))
         peers = Peers(self._own)
 
-        with ExitStack() as resources:  # closes everything after an error
+        with ExitStack() as resources:  # closed here only after an error
             thread = resources.enter_context(closing(NetworkThread()))
             server = PeerServer(peers, self._say)
             _send_changes_by_server(thread, server, peers)
@@ -293,7 +295,9 @@ class _MultiNodeOpener:
                 place = Endpoint(address, self._endpoint.port)
                 self._say(f"{TOKEN_VARIABLE}=none: anyone who can reach {place} can join this run")
 
-            return self._make_rendezvous(peers, store, address, resources)
+            rendezvous = self._make_rendezvous(peers, store, address)
+            rendezvous.resources = resources.pop_all()
+            return rendezvous
 
     def _connect(self, timeout: float) -> Rendezvous:
         """Connects to the server, and starts a forwarder through which its store is reached.
@@ -304,7 +308,7 @@ class _MultiNodeOpener:
         Args:
             timeout: the time within which the server must answer, in seconds.
         """
-        with ExitStack() as resources:  # closes everything after an error
+        with ExitStack() as resources:  # closed here only after an error
             thread = resources.enter_context(closing(NetworkThread()))
             server_address, streams = self._authenticate(thread, timeout)
             connection = PeerConnection(streams.reader, streams.writer)
@@ -316,8 +320,9 @@ class _MultiNodeOpener:
             store = self._connect_to_store(forwarder_port)
 
             own_address = str(streams.writer.get_extra_info("sockname")[0])
-            # The rendezvous takes all resources over, and leaves none for the `with` to close.
-            return self._make_rendezvous(peers, store, own_address, resources)
+            rendezvous = self._make_rendezvous(peers, store, own_address)
+            rendezvous.resources = resources.pop_all()
+            return rendezvous
 
     def _join(self, thread: NetworkThread, connection: PeerConnection, address: str) -> Peers:
         """Asks the server to admit this launcher.
@@ -402,28 +407,29 @@ class _MultiNodeOpener:
                 return address, streams
 
             if reason == auth.TOKEN_DIFFERS:
-                raise TokenDiffersError(
-                    f"the run at {endpoint}, with the token of {self._token.source}",
-                    "the token differs: the serving node has another one",
-                    f"set {TOKEN_VARIABLE} to the same text on all machines (`openssl rand -hex "
-                    "16` makes one), or copy the token file of one machine to the others",
-                )
+                raise self._token_differs_error()
 
+            waited_s = time.monotonic() - started
             if reason == auth.NOT_A_LAUNCHER:
                 # Another program listens there. It may be about to end, so we wait, but not as long
                 # as for a server that has not come yet.
-                timeout_s = min(timeout, WRONG_SERVICE_TIMEOUT_S)
-                timeout_in_error = 0.0  # none: a longer timeout would not help
-            else:
-                timeout_s = timeout
-                timeout_in_error = timeout
-            if time.monotonic() - started > timeout_s:
+                if waited_s > min(timeout, WRONG_SERVICE_TIMEOUT_S):
+                    raise network.unreachable_error(SERVER, endpoint, reason, address=address)
+            elif waited_s > timeout:
                 raise network.unreachable_error(
-                    SERVER, endpoint, reason, address=address, tried=timeout_in_error
+                    SERVER, endpoint, reason, address=address, tried=timeout
                 )
 
             announcer.say_waiting(f"the node that serves at {endpoint}: {reason}")
             time.sleep(RETRY_INTERVAL_S)
+
+    def _token_differs_error(self) -> TokenDiffersError:
+        return TokenDiffersError(
+            f"the run at {self._endpoint}, with the token of {self._token.source}",
+            "the token differs: the serving node has another one",
+            f"set {TOKEN_VARIABLE} to the same text on all machines (`openssl rand -hex "
+            "16` makes one), or copy the token file of one machine to the others",
+        )
 
     def _try_addresses(self, thread: NetworkThread) -> tuple[str, str, auth.Streams | None]:
         """Tries once to reach the server's auth proxy at each address of the endpoint.
@@ -442,23 +448,18 @@ class _MultiNodeOpener:
                 reason = str(error)
         return address, reason, None
 
-    def _make_rendezvous(
-        self, peers: Peers, store: TCPStore, address: str, resources: ExitStack
-    ) -> Rendezvous:
-        """Creates the rendezvous, which closes `resources` when it is closed.
+    def _make_rendezvous(self, peers: Peers, store: TCPStore, address: str) -> Rendezvous:
+        """Creates the rendezvous.
 
         Args:
             peers: the table of the nodes.
             store: the server's store, or a client of it.
             address: the address of this machine on its connection to the other nodes.
-            resources: stack with everything to close at the end. It is empty afterwards.
         """
         interface = network.interface_of(self._address_by_flag() or address)
         is_static = self._parameters.backend == "static"
         rendezvous_type = StaticRendezvous if is_static else DynamicRendezvous
-        rendezvous = rendezvous_type(self._parameters, peers, store, self._say, interface)
-        rendezvous.resources = resources.pop_all()
-        return rendezvous
+        return rendezvous_type(self._parameters, peers, store, self._say, interface)
 
     def _address_by_flag(self) -> str | None:
         """Returns the address of this machine that --local-addr names.
@@ -498,18 +499,17 @@ def _send_changes_by_server(thread: NetworkThread, server: PeerServer, peers: Pe
 def _start_exchanging_changes(
     thread: NetworkThread, connection: PeerConnection, peers: Peers, forwarder: Forwarder
 ) -> None:
-    """Starts to exchange changes in the table of the nodes with the server, in the network thread,
-    until the connection ends.
+    """Keeps the table of the nodes equal to the server's table, until the connection ends.
 
-    Changes that this launcher makes to its own node, such as `{"requested_round": 2}`, are sent to
-    the server (`peers.send`), which passes them on. Changes of other nodes are received from it.
+    From now on, changes that this launcher makes to its own node, such as `{"requested_round": 2}`,
+    are sent to the server, and changes of other nodes are received from it.
 
     Args:
         thread: the thread in which the connection runs.
         connection: the connection to the server.
         peers: this launcher's table of the nodes.
-        forwarder: carries connections to the server's store. When the connection ends, it is
-            aborted, so that nobody waits for the store of a server that is gone.
+        forwarder: carries connections to the server's store. It is aborted when the server is gone,
+            so that nobody waits for its store.
     """
 
     def send_changes(changes: Mapping[str, Any], to: int | None) -> None:

@@ -367,8 +367,9 @@ async def receive_changes(
 
     def apply_changes(message: Mapping[str, Any]) -> None:
         for change in message["nodes"]:
-            # This launcher has made the changes of its own node itself, and later ones since.
-            if change["number"] != peers.own_number:
+            # Changes of the own node come back from the server, and may be outdated by then.
+            is_own_node = change["number"] == peers.own_number
+            if not is_own_node:
                 peers.write(int(change["number"]), change["changes"])
 
     try:

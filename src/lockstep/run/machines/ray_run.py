@@ -167,7 +167,7 @@ class RayRun:
         """Waits until Ray has placed all bundles on nodes that it has, or the run is interrupted.
 
         Raises:
-            HostError: it has not, within the time that nodes wait for each other.
+            HostError: Ray has not placed them within the time that nodes wait for each other.
         """
         names = " and ".join(node.name for node in lost_nodes)
         self._say(
@@ -201,14 +201,14 @@ class RayRun:
 
 
 def describe(address: str, spec: HostsSpec) -> str:
-    """Describes for `--dry-run` what would be started, in the language of this process, without
-    connecting to the cluster.
+    """Describes for `--dry-run` what would be started, in the language of this process.
+
+    The cluster is not connected to, so "N" stands for the number of ranks on a node.
     """
-    # "N" stands for a number in the text for the user. With one host, `launcher_arguments` ignores
-    # the address and the port.
     any_node = Host(name="NODE", nproc="N")
-    example = replace(spec, hosts=(any_node,))
-    arguments = example.launcher_arguments(node_rank=0, address="", port=0)
+    run_on_any_node = replace(spec, hosts=(any_node,))
+    # With one host, the address and the port are not among the arguments.
+    arguments = run_on_any_node.launcher_arguments(node_rank=0, address="", port=0)
     variables = ", ".join(sorted(spec.environment)) or translate("none")
     return "\n".join(
         [

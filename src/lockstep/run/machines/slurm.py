@@ -76,22 +76,21 @@ def find_placement(environ: Mapping[str, str], nproc: str | None = None) -> JobP
     # By default, a launcher in a job starts one rank for each GPU of its machine, or one rank.
     default_nproc = environ.get("SLURM_GPUS_ON_NODE") or "1"
 
-    # 1. Another launcher, such as torchrun, has started this process.
+    # A launcher or srun has started this process as one of several.
     topology = detect(environ)
-    if topology is not None and topology.source != "Slurm":
-        return None
-
-    # 2. srun has started this process, in a step with several tasks.
     if topology is not None:
+        if topology.source != "Slurm":  # another launcher, such as torchrun
+            return None
         meeting_flags = _meeting_flags(topology)
         return JobPlacement(nproc=nproc or default_nproc, meeting_flags=meeting_flags)
 
-    # 3. srun has started this process, in a step with one task.
+    # srun has started this process as the only one of its step.
     is_in_step = bool(environ.get("SLURM_STEP_NUM_TASKS"))
-    if is_in_step and environ.get("SLURM_STEP_ID") != INTERACTIVE_STEP_ID:
+    is_in_shell_of_salloc = environ.get("SLURM_STEP_ID") == INTERACTIVE_STEP_ID
+    if is_in_step and not is_in_shell_of_salloc:
         return JobPlacement(nproc=nproc or default_nproc)
 
-    # 4. The job's script, or a shell of salloc, has started this process.
+    # The job's script, or a shell of salloc, has started this process.
     return _placement_of_job(environ, nproc, default_nproc)
 
 
@@ -105,7 +104,8 @@ def _meeting_flags(topology: Topology) -> tuple[str, ...]:
         raise SettingError(
             "lockstep run, started by srun",
             f"{topology.local_size} tasks of this machine start it, and each would start ranks",
-            "srun --ntasks-per-node=1 lockstep run ..., or srun python ... with a task a rank",
+            "srun --ntasks-per-node=1 lockstep run ..., or srun python ... with one task for each "
+            "rank",
         )
     return (
         f"--nnodes={topology.size}",

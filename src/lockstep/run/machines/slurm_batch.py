@@ -93,9 +93,13 @@ def sbatch_options(request: JobRequest, script: str) -> list[str]:
 
 
 def _normalize_option(text: str) -> str:
-    """Turns the value of one --sbatch into one word: "--qos high" -> "--qos=high".
+    """Turns the value of one --sbatch into one word.
 
-    sbatch could mistake a second word for the name of a script.
+    sbatch could mistake a second word for the name of a script. Examples:
+
+        --qos high      --qos=high
+        -p gpu          -pgpu
+        --exclusive     --exclusive
 
     Raises:
         SettingError: the value is not one option, or cannot be used for such a job.
@@ -115,8 +119,7 @@ def _normalize_option(text: str) -> str:
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if is_quoted:
         value = value[1:-1]
-    elif NEXT_OPTION_PATTERN.search(separator + value):
-        # In "--exclusive --qos=high", the separator is the space before the second option.
+    elif NEXT_OPTION_PATTERN.search(text):  # "--exclusive --qos=high"
         raise SettingError(was_set, "this is two options", "give each its own --sbatch")
 
     if UNWRITABLE_PATTERN.search(value):
@@ -128,7 +131,7 @@ def _normalize_option(text: str) -> str:
     has_value = bool(separator or value)
     if is_long_name and has_value:
         return f"{name}={value}"
-    return name + value  # "-p gpu" -> "-pgpu", "--exclusive" -> "--exclusive"
+    return name + value
 
 
 def _check_name_of_option(was_set: str, name: str) -> None:

@@ -87,8 +87,6 @@ class SshConnection(MachineConnection):
             deadline: the monotonic time after which no further attempt begins. An attempt that is
                 still running then is expected to end by itself with a Problem.
         """
-        # If the deadline ends the last attempt, its error only says that there was no answer in
-        # time. The drop before it says what is wrong.
         last_drop: ConnectionDropped | None = None
         pauses = list(RETRY_PAUSES_S)
         while True:
@@ -107,6 +105,7 @@ class SshConnection(MachineConnection):
             except Problem:
                 was_ended_by_deadline = time.monotonic() >= deadline
                 if last_drop is not None and was_ended_by_deadline:
+                    # The problem is only that there was no answer in time. The drop says why.
                     raise last_drop from None
                 raise
 
@@ -141,7 +140,7 @@ class SshConnection(MachineConnection):
     async def copy_folder(self, file_names: bytes | None) -> None:
         """Sends the working folder to the same path on the other machine, by rsync.
 
-        Other files in that folder are not touched.
+        Files that are only on the other machine stay as they are.
 
         Args:
             file_names: names of the files to send, each followed by a zero byte; None for all files
@@ -153,17 +152,16 @@ class SshConnection(MachineConnection):
         folder = working_folder()
         command = [
             "rsync",
-            # Keeps times and modes (a), compresses (z), allows spaces in names (s), and copies
-            # folders with their content (r), which --files-from would switch off.
-            "-azsr",
-            # A link to a folder on the other machine stays a link.
-            "--keep-dirlinks",
+            "--archive",  # keeps times and modes
+            "--recursive",  # a part of --archive, but one that --files-from switches off
+            "--compress",
+            "--protect-args",  # allows spaces in names
+            "--keep-dirlinks",  # a link to a folder on the other machine stays a link
             "--exclude=.git",
             # Runs `mkdir` on that machine first: rsync before 3.2.3 has no option that creates the
             # folder.
             f"--rsync-path=mkdir -p {shlex.quote(folder)} && rsync",
-            "-e",
-            self._ssh.for_rsync(),
+            f"--rsh={self._ssh.for_rsync()}",
         ]
         if file_names is None:
             # Exclude (-) what the .gitignore of each folder (:) lists.

@@ -237,14 +237,15 @@ def _known_problem_of_ssh(error_output: str, fields_of_texts: Mapping[str, str])
 
     Args:
         error_output: the standard error.
-        fields_of_texts: see `_known_problem_on_host`.
+        fields_of_texts: the values of `{name}`, `{address}`, `{python}` and `{ssh}` in the texts
+            for the user.
     """
     lines_of_ssh = _lines_of_ssh(error_output)
-    causes = (cause for cause in CAUSES_OF_SSH if re.search(cause.pattern, lines_of_ssh))
-    cause = next(causes, None)
-    if cause is None:
+    causes = [cause for cause in CAUSES_OF_SSH if re.search(cause.pattern, lines_of_ssh)]
+    if not causes:
         return None
 
+    cause = causes[0]
     found = cause.found.format(**fields_of_texts)
     advice = cause.advice.format(**fields_of_texts)
     if not cause.is_drop:

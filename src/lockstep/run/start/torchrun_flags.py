@@ -281,8 +281,8 @@ def may_restart(flags: argparse.Namespace) -> bool:
     Args:
         flags: the result of `parse_flags`.
     """
-    fewest_nodes, most_nodes = node_numbers(flags.nnodes)
-    return flags.max_restarts > 0 or fewest_nodes < most_nodes
+    min_nodes, max_nodes = node_numbers(flags.nnodes)
+    return flags.max_restarts > 0 or min_nodes < max_nodes
 
 
 def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
@@ -293,14 +293,14 @@ def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
     """
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-    fewest_nodes, most_nodes = node_numbers(flags.nnodes)
+    min_nodes, max_nodes = node_numbers(flags.nnodes)
     options = _rendezvous_options(flags.rdzv_conf)
     if flags.rdzv_backend == "static":  # torchrun's default
         options["rank"] = flags.node_rank
 
     # A run on one machine whose port does not matter becomes a c10d run, whatever the backend. It
     # gets any free port (0), so that two runs on the machine do not meet.
-    if flags.standalone or _any_port_will_do(flags, most_nodes):
+    if flags.standalone or _any_port_will_do(flags, max_nodes):
         backend = "c10d"
         endpoint = "localhost:0"
         run_id = str(uuid.uuid4())
@@ -312,7 +312,7 @@ def rendezvous_parameters(flags: argparse.Namespace) -> RendezvousParameters:
         run_id = flags.rdzv_id or "none"  # torchrun's default
 
     return RendezvousParameters(
-        backend, endpoint, run_id, fewest_nodes, most_nodes, flags.local_addr, **options
+        backend, endpoint, run_id, min_nodes, max_nodes, flags.local_addr, **options
     )
 
 
@@ -321,9 +321,9 @@ def _uses_master_flags(flags: argparse.Namespace) -> bool:
     return flags.rdzv_backend == "static" and not flags.rdzv_endpoint
 
 
-def _any_port_will_do(flags: argparse.Namespace, most_nodes: int) -> bool:
+def _any_port_will_do(flags: argparse.Namespace, max_nodes: int) -> bool:
     """Returns True for a run on a single machine for which the user has given no port."""
-    return most_nodes == 1 and _uses_master_flags(flags) and flags.master_port is None
+    return max_nodes == 1 and _uses_master_flags(flags) and flags.master_port is None
 
 
 def _rendezvous_options(text: str) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def _run_watched(script: Script, folder: Path) -> None:
         script: the script.
         folder: the rank's folder.
     """
-    from lockstep.run.watch import script_processes
+    from lockstep.run.watch import meeting, script_processes
 
     # The script may execute another program in its place, by `os.execv`.
     watch_executed(Evidence.of_this_process(os.environ, folder))
@@ -184,6 +184,8 @@ def _run_watched(script: Script, folder: Path) -> None:
     if is_only_rank:
         _set_address_for_script_processes()
         script_processes.watch_script_processes(folder)
+    else:
+        meeting.check_meetings()
 
     # After a restart, the store may still have keys of the earlier ranks, as not every version of
     # torch lets the launcher delete them. Then the keys of this attempt get a prefix of their own.
