@@ -35,7 +35,7 @@ clusters: $(VENV)/.installed-clusters
 	$(BIN)/python -m pytest -rs tests/clusters  # needs root, openssh-server, rsync, nftables, slurm-wlm, munge
 
 extras: .venv-extras/.installed
-	.venv-extras/bin/python -m pytest -rs tests/launcher/test_ray.py tests/launcher/test_notebook.py tests/launcher/test_other_tools.py tests/report/test_trackers.py
+	.venv-extras/bin/python -m pytest -rs -n 2 --dist loadfile --no-loadscope-reorder tests/launcher/test_ray.py tests/launcher/test_notebook.py tests/launcher/test_other_tools.py tests/report/test_trackers.py
 
 browser: $(VENV)/.installed-browser
 	$(BIN)/python -m pytest -rs tests/report/test_browser.py  # needs chromium and fonts-noto-cjk of Debian

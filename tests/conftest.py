@@ -44,12 +44,19 @@ from ranks import LEAVE_S, descendants
 torch.set_num_threads(1)
 
 
+# Ray Client's server has a process for each client, and looks every 30 s for those that it may end.
+# It is ended with the cluster.
+WORDS_OF_SHARED_PROCESSES = ("forkserver", "resource_tracker", "ray.util.client.server")
+"""Command lines with one of these words are of processes that may outlive a test."""
+
+
 def _processes() -> dict[int, str]:
-    return {
-        pid: command
-        for pid, command in descendants(os.getpid()).items()
-        if command and "forkserver" not in command and "resource_tracker" not in command
-    }
+    processes = {}
+    for pid, command in descendants(os.getpid()).items():
+        is_shared = any(word in command for word in WORDS_OF_SHARED_PROCESSES)
+        if command and not is_shared:
+            processes[pid] = command
+    return processes
 
 
 def _shared_memory() -> set[str]:

@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 from launched import launch
 
-from lockstep.run.start.exec_hook import EXECUTED_VARIABLE, option_that_disables_hook, with_hook
+from lockstep.run.start.exec_hook import (
+    EXECUTED_VARIABLE,
+    option_that_disables_hook,
+    variables_with_hook,
+)
 
 pytestmark = pytest.mark.launcher
 
@@ -47,14 +51,14 @@ def test_an_interpreter_is_as_it_would_be_without_the_hook(tmp_path: Path) -> No
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for environ in (clean, {**clean, "PYTHONPATH": str(tmp_path)}):
         before = tell(environ)
-        after = tell(with_hook(environ, rank_pid=os.getpid()))
+        after = tell(variables_with_hook(environ, rank_pid=os.getpid()))
         assert before[:3] == after[:3]
         assert before[0] == ("PYTHONPATH" in environ)
         assert after[3] is False  # it is not the rank, but a child of its
 
 
 def test_variables_that_the_caller_gives_are_kept() -> None:
-    given = with_hook({b"NAME": b"\xff", "OTHER": "x", "PYTHONPATH": "/a:/b"}, rank_pid=7)
+    given = variables_with_hook({b"NAME": b"\xff", "OTHER": "x", "PYTHONPATH": "/a:/b"}, rank_pid=7)
     assert given["NAME"] == os.fsdecode(b"\xff")
     assert given["OTHER"] == "x"
     assert given["PYTHONPATH"].endswith("/start/executed:/a:/b")

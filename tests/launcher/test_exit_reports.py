@@ -68,7 +68,7 @@ def test_launchers_find_the_same_first_failure(pair: list[Launcher]) -> None:
     second.end(3, at=10)
     second.reports.publish()
     assert first.reports.has_failure_elsewhere()
-    assert first.reports.has_end_elsewhere()
+    assert first.reports.a_machine_has_ended_elsewhere()
     first.rank.signals_sent[signal.SIGTERM] = 11
     first.end(-signal.SIGTERM, at=12)
     found = [launcher.reports.find_first_failure() for launcher in pair]

@@ -51,6 +51,7 @@ raise ValueError("no data")
 def wait_only(seconds: float) -> None:
     """Called in the launcher: a process that does not end is given up after some seconds."""
     late_end.GIVE_UP_IDLE_AFTER_S = seconds
+    late_end.LATE_AFTER_S = seconds
 
 
 def with_gpus(count: int) -> None:
@@ -255,6 +256,7 @@ def train():
     import train_one
 if __name__ == "__main__":
     late_end.GIVE_UP_IDLE_AFTER_S = 1.0
+    late_end.LATE_AFTER_S = 1.0
     try:
         lockstep.launch(train, nproc=2)
     except RankFailedError as error:
@@ -388,7 +390,7 @@ def test_a_process_that_uses_processor_time_is_waited_for_longer(
     assert idle.check() is late_end.Progress.GIVEN_UP
     busy = late_end.LateEnd(7)
     while busy.waited_s < 59:
-        is_late = busy.waited_s >= late_end.GIVE_UP_IDLE_AFTER_S
+        is_late = busy.waited_s >= late_end.LATE_AFTER_S
         expected = late_end.Progress.LATE if is_late else late_end.Progress.IN_TIME
         assert busy.check() is expected
         now += 1.0

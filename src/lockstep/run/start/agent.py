@@ -365,8 +365,7 @@ class Agent(api.SimpleElasticAgent):
         self._ending = RankEnding(attempt, self.ranks, self.interrupts, self._grace_s, self._say)
         self._keyboard = job_control.Keyboard()
 
-        # A restart compares these with the later ones, to see whether each rank has kept a step in
-        # this attempt.
+        # Once a rank has another step in memory than now, it has kept a step in this attempt.
         self._steps_kept_before = self._step_memory.kept_steps()
 
         # From here on a signal may end the run in the middle. `_end_ranks` then ends this attempt.
@@ -387,14 +386,16 @@ class Agent(api.SimpleElasticAgent):
 
         # A single rank stays in the session of the terminal, so that pdb and input() work.
         is_only_rank = attempt.world_size == 1
-        if is_only_rank and self._plan.keyboard and job_control.in_foreground():
+        gets_keyboard = is_only_rank and self._plan.keyboard and job_control.in_foreground()
+        if gets_keyboard:
             self._keyboard.rank = process
 
         command = self._plan.command.for_rank(worker.local_rank)
-        variables = self._variables_of_rank(group, worker, process)
-        variables.update(command.environment)
-        variables.update(self._variables)
-
+        variables = {
+            **self._variables_of_rank(group, worker, process),
+            **command.environment,
+            **self._variables,
+        }
         streams = self._console.open(
             rank,
             worker.local_rank,
@@ -411,7 +412,7 @@ class Agent(api.SimpleElasticAgent):
                 variables,
                 streams,
                 command,
-                own_session=process is not self._keyboard.rank,
+                own_session=not gets_keyboard,
             )
         finally:
             for stream in streams:
@@ -425,24 +426,25 @@ class Agent(api.SimpleElasticAgent):
 
         # A script that spawns its own ranks must not mistake its first process for a rank.
         if not self._plan.script_spawns_ranks:
-            # Lockstep's rendezvous counts the attempts of all machines alike. torch's own does not
-            # count, so the failures of this machine are used instead.
-            restarts = self._rdzv.attempt
-            if restarts is None:
-                restarts = self._failed_attempts
-
-            # If a GPU was left out after a failure, the ranks only see the GPUs that remain. With
-            # --virtual-local-rank a rank sees one of these, which `rank_environment` chooses.
-            visible_gpus = self._gpus.variables  # CUDA_VISIBLE_DEVICES, or nothing
-            variables.update(visible_gpus)
-            environ = {**os.environ, **visible_gpus}
-            variables.update(rank_environment(group, worker, restarts, environ))
+            variables.update(self._numbers_of_rank(group, worker))
 
         variables[FOLDER_VARIABLE] = str(process.folder)
         variables[TORCH_ERROR_FILE_VARIABLE] = str(process.folder / ELASTIC_ERROR_NAME)
         if process.evidence_memory is not None:
             variables.update(process.evidence_memory.variables)
         return variables
+
+    def _numbers_of_rank(self, group: api.WorkerGroup, worker: api.Worker) -> dict[str, str]:
+        """Returns RANK, WORLD_SIZE and so on, and the GPUs that the rank may use."""
+        restarts = self._rdzv.attempt
+        if restarts is None:  # torch's own rendezvous does not count the attempts
+            restarts = self._failed_attempts
+
+        # If a GPU was left out after a failure, the ranks only see the GPUs that remain. With
+        # --virtual-local-rank a rank sees one of these, which `rank_environment` chooses.
+        visible_gpus = self._gpus.variables  # CUDA_VISIBLE_DEVICES, or nothing
+        environ = {**os.environ, **visible_gpus}
+        return {**visible_gpus, **rank_environment(group, worker, restarts, environ)}
 
     # Watching the ranks
 
@@ -524,9 +526,8 @@ class Agent(api.SimpleElasticAgent):
         # There are two reasons: ranks have failed, which is allowed `max_restarts` times, or the
         # machines of the run have changed. In the second case the ranks count as HEALTHY.
         ranks_failed = worker_group.state != api.WorkerState.HEALTHY
-        # `_failed_attempts` includes the present attempt, so this is -1 after the last failure.
-        restarts_left = worker_group.spec.max_restarts - self._failed_attempts
-        if ranks_failed and restarts_left < 0:
+        max_restarts = worker_group.spec.max_restarts
+        if ranks_failed and self._failed_attempts > max_restarts:
             self._end_ranks(signal.SIGTERM)
             return
 
@@ -537,9 +538,7 @@ class Agent(api.SimpleElasticAgent):
         if ranks_failed:
             self._end_ranks(signal.SIGTERM, before_restart=True)
             if self.failure is not None:
-                check_restart_may_help(
-                    self.failure, worker_group.spec.max_restarts, is_elastic=self._rdzv.elastic
-                )
+                check_restart_may_help(self.failure, max_restarts, is_elastic=self._rdzv.elastic)
         else:
             self._end_ranks_for_other_machines(a_machine_was_lost=bool(lost_machines))
 
@@ -548,7 +547,10 @@ class Agent(api.SimpleElasticAgent):
         # Announce the restart now, as the rendezvous that follows may take minutes.
         failures = [attempt.failure for attempt in self.attempts]
         restart_lines = describe_restart(
-            failures, lost_machines, restarts_left=restarts_left, is_counted=ranks_failed
+            failures,
+            lost_machines,
+            restarts_left=max_restarts - self._failed_attempts,
+            is_counted=ranks_failed,
         )
         for line in restart_lines:
             self._console.announce(line)
@@ -568,12 +570,6 @@ class Agent(api.SimpleElasticAgent):
     def _end_ranks_for_other_machines(self, *, a_machine_was_lost: bool) -> None:
         """Ends the ranks to restart them on the machines that the run has now.
 
-        In an elastic run, how they are ended depends on what they have kept in memory:
-
-            they train, and keep steps            after the next kept step, by SIGKILL
-            they cannot train on, and kept some   at once, by SIGKILL
-            they keep none                        by SIGTERM, at which they may write a checkpoint
-
         Args:
             a_machine_was_lost: True if the ranks may wait for those of a lost machine.
         """
@@ -585,16 +581,26 @@ class Agent(api.SimpleElasticAgent):
 
         attempt = self.attempts[-1]
         self._rdzv.request_restart()  # tells the other launchers that this one restarts
-
-        end_signal = signal.SIGTERM
         can_train_on = not a_machine_was_lost and _all_are_running(attempt)
         if can_train_on:
-            if self._all_have_kept_a_step_since(self._steps_kept_before):
-                self._wait_for_kept_step(attempt)  # they may keep only every k-th step
-                end_signal = signal.SIGKILL
+            end_signal = self._wait_for_good_moment(attempt)
         elif self._step_memory.is_used:
             end_signal = signal.SIGKILL
+        else:
+            end_signal = signal.SIGTERM  # at which they may write a checkpoint
         self._end_ranks(end_signal, before_restart=True)
+
+    def _wait_for_good_moment(self, attempt: Attempt) -> signal.Signals:
+        """Lets ranks that keep steps in memory train until they have kept the next one.
+
+        Returns:
+            The signal that ends the ranks: SIGKILL if they have kept a step, from which they will
+            resume; otherwise SIGTERM, at which they may write a checkpoint.
+        """
+        if not self._all_have_kept_a_step_since(self._steps_kept_before):
+            return signal.SIGTERM
+        self._wait_for_kept_step(attempt)  # they may keep only every k-th step
+        return signal.SIGKILL
 
     def _wait_for_kept_step(self, attempt: Attempt) -> None:
         """Lets the ranks train until each of them has kept another step, or one of them fails.
@@ -616,7 +622,11 @@ class Agent(api.SimpleElasticAgent):
                     return
                 # Without the ranks of another machine, those here make no further step. The last
                 # one may still be being copied, so wait a little for that.
-                if self._rdzv.has_node_left_attempt() or self._exit_reports.has_end_elsewhere():
+                others_are_missing = (
+                    self._rdzv.has_node_left_attempt()
+                    or self._exit_reports.a_machine_has_ended_elsewhere()
+                )
+                if others_are_missing:
                     deadline = min(deadline, now + _MAX_COPY_OF_STEP_S)
 
             self.ranks.read_events(timeout=0.005)

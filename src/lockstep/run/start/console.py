@@ -428,9 +428,8 @@ class Console:
         if not lines or stream.sink is None:
             return
 
-        # Without a traceback, the last words are other lines, such as one that is printed at exit,
-        # and are shown for each rank. That is so if an error of Lockstep's has ended the rank: the
-        # launcher prints it.
+        # For an error of Lockstep's, a rank prints no traceback, as the launcher shows the error.
+        # Then these are other lines, such as one that is printed at exit.
         has_traceback = any(TRACEBACK_HEADING in line for line in lines)
         if not has_traceback:
             self._show(stream, stream.sink, lines)
@@ -484,13 +483,10 @@ class Console:
         self._streams.remove(stream)
 
         if stream.sink is not None:
-            # The last line has no newline if the rank was killed while it wrote the line. If the
-            # last words have begun, the line belongs to them, and `_show_last_words` shows it.
-            unfinished_lines = []
-            if stream.has_unfinished_line_to_show:
-                unfinished_lines.append(stream.unfinished_line)
-            lines_to_show = stream.split_off_last_words(unfinished_lines)
-            self._show(stream, stream.sink, lines_to_show)
+            # The last line has no newline if the rank was killed while it wrote the line.
+            rest = [stream.unfinished_line] if stream.has_unfinished_line_to_show else []
+            rest_before_last_words = stream.split_off_last_words(rest)
+            self._show(stream, stream.sink, rest_before_last_words)
             self._show_last_words(stream)
             stream.sink.draw(self._status_row(stream.sink))
 

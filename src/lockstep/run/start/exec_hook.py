@@ -60,16 +60,13 @@ def watch_executed(evidence: Evidence) -> None:
         """Executes a program, which installs the probe if it is Python."""
         is_child_of_rank = os.getpid() != rank_pid
         if is_child_of_rank:
-            original_execve(path, argv, env)
-        else:
-            _warn_if_hook_is_disabled(argv)
-            variables = with_hook(env, rank_pid)
+            original_execve(path, argv, env)  # does not return
 
-            # The new program has no heartbeat at first. The launcher must not take the last one of
-            # this program for a hang, so it is made invalid. It is restored if the new program
-            # cannot be executed.
-            with _without_heartbeat(evidence.heartbeat):
-                original_execve(path, argv, variables)
+        # The new program has no heartbeat at first, and the launcher must not take the last one of
+        # this program for a hang.
+        _warn_if_hook_is_disabled(argv)
+        with _invalid_heartbeat(evidence.heartbeat):
+            original_execve(path, argv, variables_with_hook(env, rank_pid))
 
     @wraps(original_execv)
     def execv(path: Any, argv: Any) -> None:
@@ -142,12 +139,13 @@ def _options_of_python(words: Iterable[str]) -> Iterator[tuple[str, str]]:
         letters = _letters_of_options(word)
         for letter in letters:
             yield letter, word
-        if letters[-1] in _LETTERS_BEFORE_PROGRAM:  # -c CODE or -m MODULE: no options follow
+
+        last_letter = letters[-1]
+        if last_letter in _LETTERS_BEFORE_PROGRAM:  # -c CODE or -m MODULE: no options follow
             return
-        # In "-Wignore" only W is a letter of an option, and the rest of the word is its value.
-        value_is_in_word = len(letters) < len(word) - 1
-        if letters[-1] in _LETTERS_WITH_VALUE and not value_is_in_word:
-            next(remaining, "")  # the value
+        value_in_word = word.removeprefix(f"-{letters}")  # "ignore" in "-Wignore"
+        if last_letter in _LETTERS_WITH_VALUE and not value_in_word:
+            next(remaining, "")  # the value is the next word
 
 
 def _letters_of_options(word: str) -> str:
@@ -163,7 +161,7 @@ def _letters_of_options(word: str) -> str:
     return letters
 
 
-def with_hook(env: Mapping[Any, Any], rank_pid: int) -> dict[str, str]:
+def variables_with_hook(env: Mapping[Any, Any], rank_pid: int) -> dict[str, str]:
     """Returns environment variables with which a Python interpreter installs the probe.
 
     Args:
@@ -186,7 +184,7 @@ def with_hook(env: Mapping[Any, Any], rank_pid: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _without_heartbeat(path: Path) -> Iterator[None]:
+def _invalid_heartbeat(path: Path) -> Iterator[None]:
     """Makes the rank's heartbeat invalid within the block, which executes another program.
 
     The launcher only sends requests to ranks that have a heartbeat. The other program must not

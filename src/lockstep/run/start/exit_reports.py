@@ -59,10 +59,9 @@ class ExitReports:
         """True once the other launchers know that all ranks of this machine have ended."""
 
     def publish(self) -> ExitReport:
-        """Returns how the ranks of this machine have ended so far, and tells the other launchers.
+        """Returns how the ranks of this machine have ended so far.
 
-        Returns:
-            The report that was published if the run has several machines.
+        If the run has several machines, the report is also published for the other launchers.
         """
         attempt = self._attempt
         exits = []
@@ -97,7 +96,7 @@ class ExitReports:
         """Returns True if another launcher has reported a failure that ends the run."""
         return any(report.failed for report in self.of_others().values())
 
-    def has_end_elsewhere(self) -> bool:
+    def a_machine_has_ended_elsewhere(self) -> bool:
         """Returns True if all ranks of another machine are known to have ended."""
         return any(report.complete for report in self.of_others().values())
 
@@ -141,9 +140,8 @@ class ExitReports:
             exits += report.exits
             earlier_failures.update(report.earlier_failures)
         hangs = [report.hang for report in reports if report.hang is not None]
-        # The user may have interrupted this launcher, or that of another machine.
         interrupted_reports = [report for report in reports if report.interrupted is not None]
-        interrupted_report = interrupted_reports[0] if interrupted_reports else None
+        interruptions = [report.interrupted for report in interrupted_reports]
 
         folder = str(self._attempt.folder)
         if self._attempt.logs_deleted:
@@ -152,7 +150,7 @@ class ExitReports:
         failure = first_failure(
             exits,
             hang=min(hangs, key=lambda hang: hang.found_at, default=None),
-            interrupted=interrupted_report.interrupted if interrupted_report else None,
+            interrupted=interruptions[0] if interruptions else None,
             lost_nodes=self._failures_of_lost_nodes(reports_of_others, exits),
             earlier_failures=earlier_failures,
             folder=folder,
@@ -160,10 +158,12 @@ class ExitReports:
         if failure is None or failure.kind != "interrupted":
             return failure
 
-        # If the user has interrupted the launcher of another machine, the message says which.
-        if interrupted_report is None or interrupted_report is own_report:
+        was_interrupted_here = own_report.interrupted is not None
+        if was_interrupted_here or not interrupted_reports:
             return failure
-        host = interrupted_report.host
+
+        # The user has interrupted the launcher of another machine. The message says which.
+        host = interrupted_reports[0].host
         return replace(failure, headline=f"{failure.headline} on host {host}")
 
     def _failures_of_lost_nodes(

@@ -222,9 +222,7 @@ class ForkServerProcess:
         request = read_rank_request(files)
         rank = request.local_rank
 
-        # `serve` forks spares as long as this is above 0. From now on, ranks are forked when they
-        # are requested.
-        self.spares_to_fork = 0
+        self.spares_to_fork = 0  # from now on, ranks are only forked when they are requested
 
         try:
             pid = self._make_rank(files)
@@ -241,12 +239,8 @@ class ForkServerProcess:
         if not is_python:
             self.non_python_pids.add(pid)
 
-        # Without a session of its own, the rank will create its process group. Create it here, too,
-        # so that the group exists if the next request is to signal it.
         if not request.own_session:
-            with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)
-
+            _create_process_group(pid)
         self._send(Event(rank, pid))
 
     def _make_rank(self, files: list[int]) -> int:
@@ -495,6 +489,15 @@ def _execute(command: list[str]) -> NoReturn:
     except OSError as error:
         os.write(2, f"{command[0]}: {error.strerror}\n".encode())
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _create_process_group(pid: int) -> None:
+    """Creates the process group of a rank, which will create it too if it does not exist.
+
+    If the next request is to signal the rank, the group must exist by then.
+    """
+    with contextlib.suppress(OSError):  # the rank has ended
+        os.setpgid(pid, pid)
 
 
 def _signal_group(pid: int, number: int) -> None:

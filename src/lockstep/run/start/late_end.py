@@ -17,6 +17,8 @@ GIVE_UP_IDLE_AFTER_S = 10.0
 """The launcher gives up on a process that has used no processor time for this long."""
 GIVE_UP_BUSY_AFTER_S = 60.0
 """A process that does use processor time gets longer, though it may loop in a driver forever."""
+LATE_AFTER_S = 10.0
+"""After this long, the user is told that a process which uses processor time ends late."""
 
 
 class Progress(Enum):
@@ -67,5 +69,5 @@ class LateEnd:
         if has_taken_too_long or has_been_idle_for_too_long:
             return Progress.GIVEN_UP
 
-        is_late = now - self._began >= GIVE_UP_IDLE_AFTER_S
+        is_late = now - self._began >= LATE_AFTER_S
         return Progress.LATE if is_late else Progress.IN_TIME

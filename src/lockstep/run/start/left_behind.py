@@ -58,7 +58,7 @@ def end_with_descendants(
         # process when their parents have ended, as it is a subreaper (see `parent_death`).
         wait_for_ends({root.pid for root in roots}, _RECHECK_S)
 
-        # There is no waiting for children of given-up ranks, so sleep, to avoid a busy loop.
+        # This returns at once if all roots are children of given-up ranks. Avoid a busy loop.
         time.sleep(MAX_POLL_S)
 
     return [process.pid for process in processes if not _has_ended_completely(process)]

@@ -160,8 +160,8 @@ class RankEnding:
         """Gives up on ranks that were requested and not started, if the fork server does not
         answer.
 
-        The fork server is then killed. Otherwise the launcher would wait for it once more, for the
-        end of what ranks have left behind.
+        The fork server is then killed. Otherwise the launcher would wait again when it asks the
+        fork server to end the processes that ranks have left behind.
         """
         unstarted = [process for process in self._attempt.running if process.pid is None]
         if not unstarted:

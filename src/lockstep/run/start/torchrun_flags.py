@@ -268,11 +268,11 @@ def node_numbers(nnodes: str) -> tuple[int, int]:
     parts = nnodes.split(":")
     # A part that is not a number becomes 0, which is refused below.
     numbers = [int(part) if part.strip().isdigit() else 0 for part in parts]
-    fewest = numbers[0]
-    most = numbers[-1]
-    if len(parts) > 2 or fewest < 1 or fewest > most:
+    min_nodes = numbers[0]
+    max_nodes = numbers[-1]
+    if len(parts) > 2 or min_nodes < 1 or min_nodes > max_nodes:
         raise SettingError(f"--nnodes {nnodes}", "not a number of machines", "write N or MIN:MAX")
-    return fewest, most
+    return min_nodes, max_nodes
 
 
 def may_restart(flags: argparse.Namespace) -> bool:

@@ -208,8 +208,8 @@ def reset_after_fork() -> None:
     if random is not None:
         random.seed()
 
-    # torch and NumPy have read the number of threads in the fork server, where it may have been
-    # another.
+    # torch and NumPy have read OMP_NUM_THREADS in the fork server, where its value may have been
+    # another one.
     torch = sys.modules.get("torch")
     setting = os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and setting.isdigit():
@@ -241,8 +241,8 @@ def _open_output(descriptor: int, name: str) -> None:
         descriptor: 1 or 2.
         name: `stdout` or `stderr`.
     """
-    # `sys.__stdout__`, the stream that Python has opened, is None if this process was started
-    # without one. Then `sys.stdout` was set later.
+    # Python sets `sys.__stdout__` to None if descriptor 1 was closed when this process started.
+    # Then `sys.stdout` is a stream that was set later.
     old_stream = getattr(sys, f"__{name}__") or getattr(sys, name)
     stream = io.TextIOWrapper(
         io.FileIO(descriptor, "w", closefd=False),
@@ -506,16 +506,12 @@ def _run_module(script: Script) -> None:
     if sys.flags.safe_path and not script.module:
         sys.path.insert(0, script.folder)
 
-    # With `python -m`, `sys.argv[0]` becomes the path of the module's file. For a folder or zip
-    # file it stays the path that the user gave.
-    if script.module:
-        name = script.path  # `python -m NAME`
-        alter_argv = True
-    else:
-        name = "__main__"
-        alter_argv = False
+    name = script.path if script.module else "__main__"  # `python -m NAME`, or `python FOLDER`
     try:
-        runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
+        runpy._run_module_as_main(  # type: ignore[attr-defined]
+            name,
+            alter_argv=script.module,  # with `python -m`, argv[0] becomes the path of the module
+        )
     except SystemExit as end:
         why_not_found = _why_module_was_not_found(end)
         if why_not_found is not None:
