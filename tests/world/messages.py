@@ -378,6 +378,11 @@ MESSAGES: dict[str, str] = {
         "  found: it has stepped 4 times in an epoch, and its rate rises again after 3 steps\n"
         "  do:    call scheduler.step() once in an epoch, after the loop over the loader, or build it for all steps: T_max = the number of epochs * loader.steps"
     ),
+    "schedule that ends early": (
+        "SGD.step() with a learning rate of 0\n"
+        "  found: the learning rate of all parameter groups was above 0 up to step 12, and has been 0 in the 10 steps since, which change no parameter\n"
+        "  do:    build the schedule for all optimizer steps of the training: the number of epochs * loader.steps, which is not divided by accumulation steps"
+    ),
     "checkpoint.save() of one rank": (
         "checkpoint.save() on rank 0, world.barrier() on rank 1\n"
         "  found: rank 0: checkpoint.save(); rank 1: barrier\n"

@@ -534,6 +534,7 @@ def second_schedule_for_second_loop(t: Training) -> None:
     t.cosine(EPOCHS * t.train.steps)
     for _ in range(EPOCHS):
         t.one_epoch()
+    t.optimizer.param_groups[0]["lr"] = 0.1  # the first schedule has ended at 0
     t.cosine(EPOCHS * len(t.train))
     for _ in range(EPOCHS):
         t.one_epoch()

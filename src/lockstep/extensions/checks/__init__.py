@@ -18,12 +18,14 @@ from lockstep.extensions.checks.sum_of_means import SumOfMeansCheck
 from lockstep.extensions.checks.unit_order import UnitOrderCheck
 from lockstep.extensions.checks.unprepared_sum import UnpreparedSumCheck
 from lockstep.extensions.checks.unprepared_training import UnpreparedTrainingCheck
+from lockstep.extensions.checks.zero_learning_rate import ZeroLearningRateCheck
 
 CHECKS: tuple[type[Check], ...] = (
     LossCheck,
     LossScaleCheck,
     GradientVersionCheck,
     StepsWithoutGradientsCheck,
+    ZeroLearningRateCheck,
     UnitOrderCheck,
     ParameterCheck,
     EqualModelsCheck,

@@ -9,7 +9,7 @@ the run. It is only a warning, because a script may mean it.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.distributed.process_group import Run, store_at_end
@@ -92,21 +92,30 @@ class EvaluationPassesCheck(Check):
         if self.run.collectives.single_process or failed:
             return
 
+        passes_of_ranks = self._collect_if_last()
+        if passes_of_ranks is not None:
+            # Usually rank 0 warns, but now only this rank knows the passes of all ranks.
+            self._compare(passes_of_ranks, on_this_rank=True)
+
+    def _collect_if_last(self) -> list[Any] | None:
+        """Writes the passes of this rank to the store of the run.
+
+        Returns:
+            On the last rank that does so: for each rank, its passes over each loader, as in
+            `_compare`. None on the others, or if the store is gone.
+        """
         joined = self.run.joined  # tells how to reach the store of the run
         if joined is None:
-            return
+            return None
 
         topology = self.run.topology
-        texts_of_ranks: list[bytes] = []  # stays empty unless this rank is the last one
-        with store_at_end(joined) as store:
+        with store_at_end(joined) as store:  # if the store is gone, the block ends early
             store.set(f"passes/{topology.rank}", json.dumps(self._passes()))
             num_ranks_at_end = store.add("passes", 1)
-            if num_ranks_at_end == topology.size:
-                texts_of_ranks = [store.get(f"passes/{rank}") for rank in range(topology.size)]
-
-        # Usually rank 0 warns, but now only this rank knows the passes of all ranks.
-        passes_of_ranks = [json.loads(text) for text in texts_of_ranks]
-        self._compare(passes_of_ranks, on_this_rank=True)  # does nothing without any passes
+            is_last = num_ranks_at_end == topology.size
+            if is_last:
+                return [json.loads(store.get(f"passes/{rank}")) for rank in range(topology.size)]
+        return None
 
     def _passes(self) -> list[LoaderPasses]:
         """Returns what this rank has done with each prepared loader, in the order of the loaders.
@@ -122,27 +131,23 @@ class EvaluationPassesCheck(Check):
         """Warns, once in a run, if some ranks have evaluated over a loader more than others.
 
         Args:
-            passes_of_ranks: for each rank, a list with an entry for each loader: the fields of its
-                `LoaderPasses` in a list. Empty if nothing is known.
+            passes_of_ranks: for each rank, its passes over each loader, as they were read from
+                JSON: the fields of a `LoaderPasses` in a list.
             on_this_rank: True to warn on this rank instead of rank 0.
         """
-        if self._has_warned or not passes_of_ranks:
+        if self._has_warned:
             return
 
-        # A rank that is late may not have prepared its last loaders yet.
-        num_loaders = min(len(loaders) for loaders in passes_of_ranks)
-        for number in range(num_loaders):
-            # What each rank has done with this loader.
-            passes_by_rank = [LoaderPasses(*loaders[number]) for loaders in passes_of_ranks]
+        for passes_over_loader in _by_loader(passes_of_ranks):
             evaluating_ranks: list[int] = []
-            for rank, passes in enumerate(passes_by_rank):
-                if _has_evaluated_more(passes, passes_by_rank):
+            for rank, passes in enumerate(passes_over_loader):
+                if _has_evaluated_more(passes, passes_over_loader):
                     evaluating_ranks.append(rank)
 
             if evaluating_ranks:
                 self._has_warned = True
                 first_rank = evaluating_ranks[0]
-                evaluated_at = _as_location(passes_by_rank[first_rank].evaluated_at)
+                evaluated_at = _as_location(passes_over_loader[first_rank].evaluated_at)
                 self._warn(evaluating_ranks, evaluated_at, on_this_rank)
                 return
 
@@ -164,6 +169,18 @@ class EvaluationPassesCheck(Check):
             at=evaluated_at,
             on_this_rank=on_this_rank,
         )
+
+
+def _by_loader(passes_of_ranks: Sequence[Any]) -> Iterator[list[LoaderPasses]]:
+    """Yields for each loader the passes of all ranks over it, in the order of the ranks.
+
+    A rank that is late may not have prepared the last loaders yet. These are left out.
+
+    Args:
+        passes_of_ranks: see `EvaluationPassesCheck._compare`.
+    """
+    for passes_over_loader in zip(*passes_of_ranks, strict=False):
+        yield [LoaderPasses(*fields) for fields in passes_over_loader]
 
 
 def _has_evaluated_more(passes: LoaderPasses, passes_of_ranks: Sequence[LoaderPasses]) -> bool:

@@ -61,8 +61,7 @@ class GradientVersionCheck(Check):
     """The parameters of the prepared modules. To find them takes longer than the check itself, so
     they are found once in a pass."""
 
-    _has_shards = False
-    """True if some module is sharded and the run has virtual ranks."""
+    _has_shards_with_virtual_ranks = False
     _warned_of_shards = False
     _prepared: Mapping[int, Any] = MappingProxyType({})
     """The prepared optimizers, by the ids of the user's optimizers."""
@@ -72,7 +71,7 @@ class GradientVersionCheck(Check):
         self._parameters = None
         if self.run.settings.virtual_ranks is not None:
             if any(is_sharded(parameter) for parameter in wrapped.module.parameters()):
-                self._has_shards = True
+                self._has_shards_with_virtual_ranks = True
 
     def optimizer_prepared(self, optimizer: Any, modules: Sequence[nn.Module]) -> None:
         """Remembers the prepared optimizer, which knows whether gradients were clipped."""
@@ -105,7 +104,7 @@ class GradientVersionCheck(Check):
         are_complete = self.run.step.micro_batch.closes_step
         are_scaled = self.precision.scaler is not None
         script_may_write = are_complete and not are_scaled
-        if not script_may_write or self._has_shards:
+        if not script_may_write or self._has_shards_with_virtual_ranks:
             self._record_gradients()
 
     def _record_gradients(self) -> None:
@@ -124,6 +123,8 @@ class GradientVersionCheck(Check):
         # in every micro-batch, and `map` is faster than a loop.
         gradient_ids = [id(gradient) for gradient in gradients]
         self._records = list(map(GradientRecord, parameters, gradient_ids, write_counts(gradients)))
+
+        # Some writes to shards are not counted. They change all shards, so a copy of one is enough.
         self._shard = _record_smallest_shard(parameters)
 
     def _find_parameters(self) -> list[nn.Parameter]:
@@ -185,12 +186,11 @@ class GradientVersionCheck(Check):
 
         Under fp16, gradients are multiplied by a large scale until the optimizer steps. If they are
         clipped to a norm of 1 before, they are far too small afterwards. Gradients that are not
-        scaled may be written to now; this only warns if they are shards and the run has virtual
-        ranks.
+        scaled may be written to now, except that shards with virtual ranks lead to a warning.
         """
         are_scaled = self.precision.scales(optimizer)
         if not are_scaled:
-            if self._has_shards:
+            if self._has_shards_with_virtual_ranks:
                 self._warn_if_shards_were_written_to(optimizer)
             return
 
@@ -225,9 +225,10 @@ class GradientVersionCheck(Check):
     def _warn_if_shards_were_written_to(self, optimizer: Optimizer) -> None:
         """Warns, once, if the script has changed shards of gradients without `world`'s clipping.
 
-        With virtual ranks, the bits of a result must not depend on the number of processes. Those
-        of a norm over shards do, as torch's `clip_grad_norm_` takes it. What the script has done is
-        not known: to multiply each element by a fixed number is harmless.
+        With virtual ranks, the bits of a result must not depend on the number of processes. The
+        bits of a norm over shards do depend on it, and so does clipping with torch's
+        `clip_grad_norm_`. But it is not known what the script has done: to multiply each element
+        by a fixed number is harmless.
         """
         prepared = self._prepared.get(id(optimizer))
         if self._warned_of_shards or prepared is None or prepared.step_calls.is_clipped:

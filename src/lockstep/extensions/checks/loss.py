@@ -112,16 +112,16 @@ class LossCheck(Check):
         if is_earlier_stage:
             return False  # in a pipeline, only the last stage has the loss
 
-        # Rows without weight are, for example, labels that are all masked. The script then divides
-        # by their number, 0.
+        # All labels of these rows are masked, for example, and the script has divided by the number
+        # of those that count, 0. That is an error of the script.
         has_rows = bool(micro_batch.local_rows)
         if has_rows:
             return True
 
-        # Without rows, the loss is a mean over nothing. Under fp16 that does no harm: the loss
-        # scaler skips a step in which gradients of any rank are not finite.
-        scaler_skips_step = self.precision.scaler is not None
-        return not scaler_skips_step
+        # Without rows, the loss is a mean over nothing. That does no harm if a loss scaler (fp16)
+        # skips each step in which gradients of any rank are not finite.
+        has_scaler = self.precision.scaler is not None
+        return not has_scaler
 
     def _has_nan_gradient(self) -> bool:
         """Returns True if a gradient on this rank has a NaN; waits for each device once."""

@@ -52,7 +52,7 @@ class LossScaleCheck(Check):
         self._has_warned = False
 
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
-        """Warns once if the loss is a sum, or is divided by what Lockstep divides by."""
+        """Warns once if the loss is a sum, or a mean that is divided by the micro-batches."""
         if self._has_warned or self._num_backwards == MAX_BACKWARDS_WATCHED:
             return
 
@@ -71,7 +71,7 @@ class LossScaleCheck(Check):
             self._check_mean(divisor, micro_batch)
 
     def _check_sum(self, summing: Any, divisor: float, micro_batch: MicroBatch) -> None:
-        """Warns if a sum over the samples is not divided, or divided by those of all parts.
+        """Warns if a sum over the samples is not divided, or by the samples of the global batch.
 
         Args:
             summing: the node of the loss function that has summed.
@@ -82,34 +82,37 @@ class LossScaleCheck(Check):
         num_rows = micro_batch.local_rows
         num_samples = micro_batch.global_samples
 
-        # A loss over tokens sums more rows than there are samples. A divisor that equals the number
-        # of samples then says nothing, as it may be a number of tokens.
-        sums_over_samples = rows_summed_by_loss_function(summing) == num_rows
-
-        advice = (
-            'use reduction="mean", or divide the loss by the number of its samples: '
-            "loss / max(1, len(x))"
-        )
-        if _is_equal(divisor, 1):
-            self._has_warned = True
-            warn(
+        is_divided = not _is_equal(divisor, 1)
+        if not is_divided:
+            self._warn_of_sum(
                 'world.backward of a loss with reduction="sum"',
                 f"{function_name} sums over the {num_rows} samples of this part of the global "
                 f"batch, which has {num_samples}; the losses of the parts are averaged, so the "
                 "gradients get smaller with each further rank or micro-batch",
-                advice,
-                code="LS202",
             )
-        elif sums_over_samples and _is_equal(divisor, num_samples):
-            self._has_warned = True
-            warn(
+            return
+
+        # A loss over tokens sums more rows than there are samples. A divisor that equals the number
+        # of samples then says nothing, as it may be a number of tokens.
+        is_over_samples = rows_summed_by_loss_function(summing) == num_rows
+        if is_over_samples and _is_equal(divisor, num_samples):
+            self._warn_of_sum(
                 "world.backward of a sum that is divided by the global batch",
                 f"{function_name} sums over the {num_rows} samples of this part of the global "
                 f"batch, and the loss is divided by {num_samples}; the losses of the parts are "
                 "averaged, so the gradients get smaller with each further rank or micro-batch",
-                advice,
-                code="LS202",
             )
+
+    def _warn_of_sum(self, was_set: str, found: str) -> None:
+        """Warns of a sum over the samples."""
+        self._has_warned = True
+        warn(
+            was_set,
+            found,
+            'use reduction="mean", or divide the loss by the number of its samples: '
+            "loss / max(1, len(x))",
+            code="LS202",
+        )
 
     def _check_mean(self, divisor: float, micro_batch: MicroBatch) -> None:
         """Warns if a mean over the samples is divided by the number of micro-batches."""
@@ -164,7 +167,8 @@ def split_divisor(node: Any) -> tuple[float, Any]:
             break
 
         inputs = [next_node for next_node, _ in node.next_functions if next_node is not None]
-        if len(inputs) != 1:  # the factor has a gradient, too: either input may be the loss
+        loss_is_only_input = len(inputs) == 1
+        if not loss_is_only_input:  # the factor has a gradient, too: which of the two is the loss?
             break
 
         divisor /= factor
@@ -175,8 +179,8 @@ def split_divisor(node: Any) -> tuple[float, Any]:
 def find_sum(node: Any, num_rows: int) -> Any:
     """Returns the node of a loss function that has summed over the samples, or None.
 
-    For example, 8 samples of 5 tokens each give a loss function 40 rows, a multiple of 8. One that
-    has summed over something else, such as the 30 entries of a codebook, has another number.
+    A sum over the samples has a multiple of their number of rows: 40 rows, for example, for 8
+    samples of 5 tokens each. A sum over the 30 entries of a codebook is none over 8 samples.
 
     Args:
         node: the node of a loss in autograd's graph.

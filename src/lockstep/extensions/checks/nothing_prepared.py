@@ -58,10 +58,9 @@ class NothingPreparedCheck(Check):
 
         The last rank that closes its run knows of all of them, and warns.
         """
-        joined = self.run.joined
         was_watched = self._is_active
         self._stop()
-        if not was_watched or failed or joined is None:
+        if not was_watched or failed:
             return
 
         has_exchanged = self._num_collectives_at_last_step != self._num_collectives_at_first_step
@@ -69,11 +68,19 @@ class NothingPreparedCheck(Check):
         if not has_trained_alone:
             return
 
-        num_alone = 0  # stays 0 if the store is gone
-        with store_at_end(joined) as store:
-            num_alone = store.add("trained without prepare", 1)  # the new count, with this rank
-        if num_alone == self.run.topology.size:
+        if self._is_last_of_all():
             self._warn()
+
+    def _is_last_of_all(self) -> bool:
+        """Counts this rank as one that has trained alone; returns True if all ranks have by now."""
+        joined = self.run.joined
+        if joined is None:
+            return False
+
+        num_alone = 0
+        with store_at_end(joined) as store:  # if the store is gone, the block ends early
+            num_alone = store.add("trained without prepare", 1)  # the new count, with this rank
+        return num_alone == self.run.topology.size
 
     @never_compiled
     def _after_any_step(self, optimizer: Optimizer, *_: Any) -> None:

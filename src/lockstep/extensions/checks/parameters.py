@@ -60,7 +60,7 @@ class PreparedParameters(NamedTuple):
     """Their names, without the parts that wrappers add (see `checkpoint.modules`)."""
     state_of_parameter: MutableMapping[Tensor, ParameterState]
     """The keys are the parameters themselves, by weak references."""
-    sampled: list[SampledParameter]
+    looked_at_in_every_step: list[SampledParameter]
     """The first and the last of the parameters that may be trained, and of those that may not."""
 
 
@@ -87,7 +87,7 @@ class ParameterCheck(Check):
                 may_be_trained, parameter.dtype, parameter.device
             )
         self._prepared[id(module)] = PreparedParameters(
-            names, state_of_parameter, _sample(state_of_parameter)
+            names, state_of_parameter, looked_at_in_every_step=_sample(state_of_parameter)
         )
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
@@ -101,13 +101,7 @@ class ParameterCheck(Check):
         if self._has_warned:
             return
 
-        # Scripts often unfreeze or replace layers between two epochs, so the first global batch of
-        # every pass over a loader is always checked.
-        step = self.run.step
-        is_first_of_pass = step.training_pass.number == 1  # counted from 1
-        number_of_present_step = step.number + 1  # `number` counts the steps that are finished
-        is_checked = is_first_of_pass or check_due(number_of_present_step)
-        if not is_checked and not self._seem_changed(modules):
+        if not self._must_look_at_all() and not self._samples_have_changed(modules):
             return
 
         changes: list[str] = []
@@ -124,13 +118,24 @@ class ParameterCheck(Check):
         effect = "with several processes their gradients would not be averaged"
         warn_about(changed_parameters_error(f"{join_first(changes)}; {effect}"))
 
-    def _seem_changed(self, modules: Sequence[nn.Module]) -> bool:
+    def _must_look_at_all(self) -> bool:
+        """Returns True if all parameters are looked at in this step, and not only a few of them.
+
+        Scripts often unfreeze or replace layers between two epochs, so the first global batch of
+        every pass over a loader is always checked.
+        """
+        step = self.run.step
+        is_first_of_pass = step.training_pass.number == 1  # counted from 1
+        num_steps_with_this_one = step.number + 1
+        return is_first_of_pass or check_due(num_steps_with_this_one)
+
+    def _samples_have_changed(self, modules: Sequence[nn.Module]) -> bool:
         """Returns True if sampled parameters of modules have changed, where that does harm."""
         if self.run.collectives.single_process:
             return False
 
         for module in modules:
-            for reference, state in self._prepared[id(module)].sampled:
+            for reference, state in self._prepared[id(module)].looked_at_in_every_step:
                 parameter = reference()
                 if parameter is not None and not state.still_holds_for(parameter):
                     return True

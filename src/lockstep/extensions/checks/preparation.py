@@ -81,18 +81,35 @@ class PreparationCheck(Check):
         if location is None:  # the line is not watched, or has no loss to look at
             return
 
-        # First case: the loss reaches a prepared parameter, or it trains learned inputs, for
-        # example, which need no prepared model. Such losses are counted as right, and after
-        # `MAX_RIGHT_LOSSES_PER_LINE` of them the line is not watched any more.
         unprepared_parameters = self._unprepared_parameters(loss)
         if unprepared_parameters is None:
-            self._num_right_losses[location] = self._num_right_losses.get(location, 0) + 1
-            self._unprepared_models.pop(location, None)
-            return
+            self._note_right_loss(location)
+        else:
+            self._note_unprepared_model(location, unprepared_parameters)
 
-        # Second case: the loss reaches only parameters that were not prepared. They are the
-        # *unprepared model* of this line. After `BACKWARDS_BEFORE_COMPARISON` further losses, the
-        # checksums of the model are sent to be compared between the ranks.
+    def _note_right_loss(self, location: Location) -> None:
+        """Counts a loss that reaches a prepared parameter, or needs no prepared model.
+
+        After `MAX_RIGHT_LOSSES_PER_LINE` of them the line is not watched any more.
+
+        Args:
+            location: the line that trains on the loss.
+        """
+        self._num_right_losses[location] = self._num_right_losses.get(location, 0) + 1
+        self._unprepared_models.pop(location, None)
+
+    def _note_unprepared_model(
+        self, location: Location, unprepared_parameters: list[nn.Parameter]
+    ) -> None:
+        """Records a loss that reaches only parameters that were not prepared.
+
+        They are the *unprepared model* of the line. After `BACKWARDS_BEFORE_COMPARISON` further
+        losses, the checksums of the model are compared between the ranks.
+
+        Args:
+            location: the line that trains on the loss.
+            unprepared_parameters: the parameters.
+        """
         model = self._unprepared_models.get(location)
         if model is None or not model.has_any_of(unprepared_parameters):
             # The first such loss of this line, or the line trains another model now.
@@ -101,8 +118,7 @@ class PreparationCheck(Check):
 
         model.note_backward()
         if model.num_backwards >= BACKWARDS_BEFORE_COMPARISON:
-            came_apart = self._send_checksums(model)  # after that, the line is not watched any more
-            if came_apart:
+            if self._sends_last_and_differs(model):  # after that, the line is not watched any more
                 self._warn_of_model(model)
 
     def _unprepared_parameters(self, loss: Tensor) -> list[nn.Parameter] | None:
@@ -193,7 +209,7 @@ class PreparationCheck(Check):
                 return True
         return False
 
-    def _send_checksums(self, model: UnpreparedModel) -> bool:
+    def _sends_last_and_differs(self, model: UnpreparedModel) -> bool:
         """Writes the checksums of a model to the store of the run. Later calls do nothing.
 
         The last rank that does so compares the checksums of all ranks.
@@ -305,12 +321,13 @@ class PreparationCheck(Check):
         if failed or self.run.joined is None:
             return
 
-        # The store may be gone by now. This context shortens its timeout, and ignores its errors.
         models_that_came_apart = []
-        with store_at_end(self.run.joined):
+        with store_at_end(self.run.joined):  # if the store is gone, the block ends early
             for model in self._unprepared_models.values():
-                if self._send_checksums(model):
+                if self._sends_last_and_differs(model):
                     models_that_came_apart.append(model)
+
+        # Outside of the block, which suppresses errors.
         for model in models_that_came_apart:
             self._warn_of_model(model)
 

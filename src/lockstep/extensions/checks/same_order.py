@@ -42,8 +42,8 @@ class SameOrderCheck(Check):
 
     def pass_ended(self) -> None:
         """Warns, once, if several loaders were trained on in the same order, once each."""
-        # If no loader was prepared since the previous pass, the script may train on several loaders
-        # in each epoch, one after the other.
+        # The mistake is to prepare a new loader in each epoch. A script that trains on the same
+        # loaders in each epoch, one after the other, is right.
         num_loaders_before = self._num_loaders
         self._num_loaders = len(self.run.loaders)
         some_loader_is_new = self._num_loaders > num_loaders_before

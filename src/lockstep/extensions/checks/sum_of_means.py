@@ -39,12 +39,12 @@ class SumOfMeansCheck(Check):
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Parses the script if a sum was recorded before this step."""
         if self._sum_location is not None:
-            self._examine_recorded_sum()
+            self._warn_if_recorded_sum_is_wrong()
 
     def close(self, failed: bool) -> None:
         """Parses the script if a sum was recorded before the end of the run."""
         if not self.run.collectives.single_process and not failed and self.run.joined is not None:
-            self._examine_recorded_sum()
+            self._warn_if_recorded_sum_is_wrong()
 
     def summed(self, value: Any, total: Any) -> None:
         """Records the line of a sum if it may be a sum of means of batches."""
@@ -62,13 +62,12 @@ class SumOfMeansCheck(Check):
         if are_counts:
             return
 
-        # Usually the next training step has examined the previous sum. If there was none since, it
-        # is examined here.
-        self._examine_recorded_sum()
+        # The sum of the previous evaluation is still recorded if there was no training step since.
+        self._warn_if_recorded_sum_is_wrong()
         self._evaluations_at_last_sum = num_evaluations_ended
         self._sum_location = user_location()
 
-    def _examine_recorded_sum(self) -> None:
+    def _warn_if_recorded_sum_is_wrong(self) -> None:
         """Warns if the script divides the recorded sum by the length of a prepared loader.
 
         To find out what is done with the sum, the source of the script is parsed. Forgets the sum,

@@ -210,16 +210,13 @@ class _ModuleUsage:
             ran = "its units ran in another order on some ranks than on others"
             if units:
                 ran = f"{join_first(units)} ran more often on some ranks than on others"
-            advice = (
-                "let all ranks run the same: choose blocks= so that a unit holds all that only "
-                "some ranks run (the experts of a layer), with find_unused_parameters=True"
-            )
-            if self._has_virtual_ranks:
-                advice = USE_ALL_IN_EVERY_VIRTUAL_RANK
             return RanksDifferError(
                 "forward passes of a sharded model",
                 f"{ran}, and ranks gathered parameters of one unit in the place of another's",
-                advice,
+                self._advice_unless_virtual_ranks(
+                    "let all ranks run the same: choose blocks= so that a unit holds all that only "
+                    "some ranks run (the experts of a layer), with find_unused_parameters=True"
+                ),
                 code="LS301",
             )
 
@@ -227,16 +224,20 @@ class _ModuleUsage:
         for name, differ in zip(self._parameters, gradients_differ, strict=True):
             if differ:
                 names.append(name)
-        advice = (
-            "use the same parameters on all ranks, or pass "
-            "strategy=lockstep.strategies.FSDP(find_unused_parameters=True)"
-        )
-        if self._has_virtual_ranks:
-            advice = USE_ALL_IN_EVERY_VIRTUAL_RANK
         return RanksDifferError(
             "gradients of a sharded model",
             f"{join_first(names)} had one on some ranks only, and were averaged with those of "
             "others",
-            advice,
+            self._advice_unless_virtual_ranks(
+                "use the same parameters on all ranks, or pass "
+                "strategy=lockstep.strategies.FSDP(find_unused_parameters=True)"
+            ),
             code="LS301",
         )
+
+    def _advice_unless_virtual_ranks(self, advice: str) -> str:
+        """Returns an advice, or the one for a run with virtual ranks.
+
+        There, `find_unused_parameters` does not work.
+        """
+        return USE_ALL_IN_EVERY_VIRTUAL_RANK if self._has_virtual_ranks else advice

@@ -175,6 +175,7 @@ class UnpreparedSumCheck(Check):
         if _sums_sample_count(numbers, num_samples):
             self._has_summed_sample_counts = True
             self._doubtful_sum = None
+            return
 
         # Only the first doubtful sum of a pass is remembered.
         if not self._has_summed_sample_counts and self._doubtful_sum is None:

@@ -44,8 +44,9 @@ class UnpreparedTrainingCheck(Check):
         if all_need_same_samples:
             return
 
-        # The script may itself have divided a dataset of no prepared loader between the ranks.
-        if not any(loader.dataset is dataset for loader in self.run.loaders):
+        # The script may itself have divided any other dataset between the ranks.
+        is_of_prepared_loader = any(loader.dataset is dataset for loader in self.run.loaders)
+        if not is_of_prepared_loader:
             return
 
         self._has_warned = True
