@@ -329,8 +329,8 @@ class DDP(base.Strategy):
         if self.compress is None or run.settings.uncompressed:
             return None
 
-        # Under fp16 the loss is multiplied by a scale that changes from step to step. So what is
-        # lost in one step would have another scale than the gradients of the next.
+        # All compressions except bf16 add the rounding error of a step to the gradients of the
+        # next. Under fp16 these may have another scale, as that of the loss changes between steps.
         if self.compress != "bf16" and run.settings.precision == "fp16":
             raise SettingError(
                 f"compress={self.compress!r} with precision='fp16'",
@@ -578,8 +578,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             )
 
         # Another DDP class around this one would average these gradients a second time. An ExactDDP
-        # may be around it: that of a module with other parameters, or, if a module calls its own
-        # wrapper, this one itself.
+        # around it does no harm: it has other parameters, or is this one itself, whose module calls
+        # its own wrapper.
         outer = enclosing_ddp()
         is_inside_other_class = outer is not None and not isinstance(outer, ExactDDP)
         if is_inside_other_class:
@@ -675,12 +675,13 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if not has_ever_run_forward:
             return
 
-        reducer_is_prepared = forwards_since_backward == 1  # as in most loops
+        # 1 forward pass, as in most loops: the reducer is prepared.
+        # 0: the loop calls `backward` twice, so the reducer must be prepared again.
+        # 2 or more: it is only prepared for the outputs of the last one, instead of all.
+        reducer_is_prepared = forwards_since_backward == 1
         if reducer_is_prepared:
             return
 
-        # 0: the loop calls `backward` twice, so the reducer must be prepared again. 2 or more: the
-        # reducer is only prepared for the outputs of the last forward pass, instead of all.
         await_another_backward(self, self._roots_for_unused_parameters(loss))
 
     def _roots_for_unused_parameters(self, loss: Tensor) -> list[Tensor]:
@@ -704,7 +705,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         """
         is_own_hook = state is self._averager_to_register and state is not None
         if not is_own_hook:
-            self._check_accepts_users_hook()
+            self._check_own_hook_may_be_replaced()
 
         # The given hook replaces torch's own averaging, whose bytes this class counts. (A hook of
         # Lockstep counts its bytes itself, and those of a user's hook are not counted.)
@@ -712,12 +713,12 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         self._bytes_to_count = 0
         super().register_comm_hook(state, hook)
 
-    def _check_accepts_users_hook(self) -> None:
+    def _check_own_hook_may_be_replaced(self) -> None:
         """Raises UsageError if Lockstep's hook cannot be replaced by one of the user's."""
         if self.compressed is not None:
             raise UsageError(
                 "register_comm_hook of a model that was prepared with DDP(compress=...)",
-                "either sends the gradients in a way of its own",
+                "both decide how the gradients are sent",
                 "leave one of them out",
             )
 
@@ -755,6 +756,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         Raises:
             UsageError: gradients were not averaged, or some parameters have no gradient.
         """
+        # Asked in each step, because it counts the forward passes since it was asked last.
         has_run_forward = self._has_run_forward_since_last_step(optimizer)
 
         trained = self._trainable_parameters_of(optimizer)
@@ -773,9 +775,7 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
             )
 
         if missing:
-            # Raises an error if the user has put other parameters in place of the missing ones.
             self._check_not_replaced(trained)
-            # Raises another one unless an option allows a loss that does not use all parameters.
             self._check_may_be_missing(trained, missing)
 
     def _has_run_forward_since_last_step(self, optimizer: Optimizer) -> bool:

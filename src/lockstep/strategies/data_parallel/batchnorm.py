@@ -98,13 +98,13 @@ def synchronise_batchnorm(module: nn.Module) -> BatchNormNames:
 
         layer: Any = part
         is_sync_batchnorm = isinstance(layer, sync_batchnorm.SyncBatchNorm)
-        can_be_converted = is_sync_batchnorm or sync_batchnorm.has_no_method_of_user(layer)
+        is_of_torch = is_sync_batchnorm or sync_batchnorm.has_no_method_of_user(layer)
         was_converted = isinstance(vars(layer).get("forward"), BatchNormOverReplicas)
-        if can_be_converted:
+        if is_of_torch:
             layer.forward = BatchNormOverReplicas(layer, name)
             layer.last_forward_met_replicas = False  # True after a forward pass with all replicas
             names.converted.append(name)
-        elif was_converted:
+        elif was_converted:  # an earlier call has given the layer its forward
             names.converted.append(name)
         else:  # the user's class has its own forward
             names.left_alone.append(name)

@@ -63,18 +63,20 @@ def describe_sample_lists(batch: Any, num_samples: int) -> list[str]:
         if all(isinstance(value, str | bytes | int | float) for value in batch):
             return [f"{describe_type(batch)} of {num_samples} values"]
 
-    # Search any other container for such lists and arrays, also a list of tensors, for example.
-    values: Sequence[Any] = ()
-    if isinstance(batch, Mapping):
-        values = list(batch.values())
-    elif isinstance(batch, list | tuple):
-        values = batch
-
     descriptions: list[str] = []
-    for value in values:
+    for value in _values_in(batch):
         descriptions += describe_sample_lists(value, num_samples)
 
     return descriptions
+
+
+def _values_in(container: Any) -> Sequence[Any]:
+    """Returns the values of a mapping, or of a list such as one of tensors; else nothing."""
+    if isinstance(container, Mapping):
+        return list(container.values())
+    if isinstance(container, list | tuple):
+        return container
+    return ()
 
 
 def is_loss_term(value: Any) -> bool:

@@ -370,7 +370,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
             sizes=[replica.num_samples for replica in replicas],
             dim=self.dim,
             device=device,
-            # They recognise a parameter or buffer that every replica returns as it is.
+            # To recognise a parameter or buffer that every replica returns unchanged.
             state_numbers=[_number_state(replica.module) for replica in replicas],
         )
         output = join_trees(outputs, join_leaf)

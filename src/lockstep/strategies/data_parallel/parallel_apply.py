@@ -194,6 +194,18 @@ def parallel_apply(
         barrier.end_of_forward(position)
         return result
 
+    def enter_modes_of_caller(stack: ExitStack, position: int) -> None:
+        """Gives the current thread the GPU of its replica, and the calling thread's modes.
+
+        Modes, such as autocast and `no_grad`, belong to a thread. The first call runs in the
+        calling thread, which has them already.
+        """
+        if position == 0:
+            return
+        take_gpu_in_this_thread(devices[position])
+        for make_mode in mode_factories:
+            stack.enter_context(make_mode())
+
     def run_replica(position: int) -> Any:
         """Runs one call in the current thread, and returns its result.
 
@@ -203,12 +215,7 @@ def parallel_apply(
         token = current_replica.set(RunningReplica(barrier, position))
         try:
             with ExitStack() as stack:
-                # Modes, such as autocast and `no_grad`, belong to a thread. The first call runs in
-                # the calling thread, which has them already.
-                if position > 0:
-                    take_gpu_in_this_thread(devices[position])
-                    for make_mode in mode_factories:
-                        stack.enter_context(make_mode())
+                enter_modes_of_caller(stack, position)
                 return run_in_turn(position)
         except BaseException as error:
             barrier.fail(error)

@@ -181,8 +181,9 @@ def _can_be_rebound(part: nn.Module) -> bool:
     if isinstance(forward, FunctionType | partial):
         return False
 
-    # Any other forward refers to the module in its attributes, in which the copy can replace it. An
-    # object of a class that is written in C has no such attributes.
+    # Any other forward is a method or an object, such as one with `self.module = module`. It refers
+    # to the module in an attribute, which a copy of it can have another value for. An object of a
+    # class that is written in C has no such attributes.
     return hasattr(forward, "__dict__")
 
 
@@ -420,7 +421,7 @@ def _sum_bucket(
     views = torch.split(total, [shape.numel() for shape in shapes])
 
     for index, shape, view in zip(bucket, shapes, views, strict=True):
-        # Otherwise a write to one of the sums would count as a write to all of the bucket.
+        # With a common count, torch would take a write to one of the sums for a write to all.
         sums[index] = _with_own_write_count(view).view(shape)
 
 

@@ -159,7 +159,8 @@ def gather_leaf(
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         if _is_same_state(leaves, state_numbers):  # a parameter that was returned as it is
             return leaves[0].to(device)
-        # First the means: of several samples, a tensor of shape (1,) is one of them and not a row.
+        # Means come before rows: a tensor of shape (1,) that a replica returns for several samples
+        # is a mean, although it looks like one row.
         if _are_means(leaves, sizes):
             return _weighted_mean([leaf.to(device) for leaf in leaves], sizes)
         if any(has_dimension(leaf, dim) for leaf in leaves):  # rows of samples

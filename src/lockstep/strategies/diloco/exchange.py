@@ -71,7 +71,7 @@ class Exchange:
     def start_quantized_means(
         self,
         vectors: Sequence[Tensor],
-        errors: Sequence[Tensor | None],
+        previous_errors: Sequence[Tensor | None],
         means: Sequence[Tensor],
         method: Method,
     ) -> tuple[Sequence[Tensor | None], Callable[[], None]]:
@@ -79,8 +79,8 @@ class Exchange:
 
         Args:
             vectors: one vector for each virtual rank of this process.
-            errors: for each of them, the quantization error of its previous vector, which is added
-                to the new one (error feedback); None if there was none.
+            previous_errors: for each of them, the quantization error of its previous vector, which
+                is added to the new one (error feedback); None if there was none.
             means: tensors into which the mean is written, cut into parts. Together they have as
                 many elements as a vector.
             method: how values are quantized.
@@ -92,12 +92,9 @@ class Exchange:
         # Shape (virtual ranks of this process, length of a vector with its padding).
         length = len(vectors[0])
         values = _padded_to_blocks(torch.stack(list(vectors)))
-        for row, error in zip(values, errors, strict=True):
-            if error is not None:
-                row += error  # a row is a view, so this changes `values`
-
-        rounding_errors = None if method == "bf16" else torch.empty_like(values)
-        encoded = encode(values, method, rounding_errors)  # also writes the rounding errors
+        _add_errors(values, previous_errors)
+        new_errors = None if method == "bf16" else torch.empty_like(values)
+        encoded = encode(values, method, new_errors)  # also writes the new errors
         finish_gather = self._start_gather(encoded)
 
         def wait() -> None:
@@ -108,10 +105,10 @@ class Exchange:
             for tensor, part in zip(means, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
-        if rounding_errors is None:
-            return [None] * len(errors), wait
+        if new_errors is None:
+            return [None] * len(vectors), wait
 
-        return list(rounding_errors), wait  # one row for each virtual rank
+        return list(new_errors), wait  # one row for each virtual rank
 
     def _mean_of_encoded(self, encoded_vectors: Tensor, method: Method, like: Tensor) -> Tensor:
         """Decodes one vector of each virtual rank, and returns their mean.
@@ -258,3 +255,10 @@ def split_into_fragments(sizes: Sequence[int], num_fragments: int) -> list[list[
 
     bounds = [*first_tensors, num_tensors]
     return [list(range(begin, end)) for begin, end in itertools.pairwise(bounds)]
+
+
+def _add_errors(rows: Tensor, errors: Sequence[Tensor | None]) -> None:
+    """Adds to each row of a tensor, in place, its quantization error, if it has one."""
+    for row, error in zip(rows, errors, strict=True):
+        if error is not None:
+            row += error

@@ -119,22 +119,32 @@ class OuterOptimizer:
                 total += shared[index] - weights[index]
             pseudo_gradients.append(total)
 
-        # If the run was compressed before it was resumed, what the last compressed exchange has
-        # rounded off is added now. For each virtual rank, that is one flat tensor with padding.
-        sizes = [total.numel() for total in pseudo_gradients]
+        self._add_quantization_errors(pseudo_gradients, fragment)
+        return pseudo_gradients, self._exchange.start_means(pseudo_gradients)
+
+    def _add_quantization_errors(self, sums: Sequence[Tensor], fragment: int) -> None:
+        """Adds the errors of the last quantized exchange of a fragment to its next, exact one.
+
+        There are such errors only if the run was compressed before it was resumed without.
+
+        Args:
+            sums: for each parameter of the fragment, a sum over the virtual ranks of this process.
+            fragment: the number of the fragment.
+        """
+        sizes = [total.numel() for total in sums]
         for error in self._take_quantization_errors(fragment):
             if error is not None:
-                without_padding = error[: sum(sizes)]
+                without_padding = error[: sum(sizes)]  # an error is one flat tensor with padding
                 parts = torch.split(without_padding, sizes)
-                for total, part in zip(pseudo_gradients, parts, strict=True):
+                for total, part in zip(sums, parts, strict=True):
                     total += part.view_as(total)
-
-        return pseudo_gradients, self._exchange.start_means(pseudo_gradients)
 
     def _start_quantized_means(
         self, fragment: int, method: Method
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Starts averaging a quantized fragment over the virtual ranks, and keeps what is lost.
+        """Starts averaging a quantized fragment over the virtual ranks.
+
+        The quantization errors are kept, and added to what is sent next.
 
         Returns:
             The pseudo-gradient of each parameter, and a function that waits until all are complete.
@@ -149,15 +159,13 @@ class OuterOptimizer:
             differences = [(shared[index] - weights[index]).reshape(-1) for index in indices]
             vectors.append(torch.cat(differences))
 
-        # The errors of the previous exchange, one for each virtual rank, are added to the vectors.
-        # Quantizing these leaves new errors (None for a method that keeps none).
-        errors = self._take_quantization_errors(fragment)
+        previous_errors = self._take_quantization_errors(fragment)  # one for each virtual rank
 
         # The exchange goes on until `wait` is called, which writes the means into
         # `pseudo_gradients`.
         pseudo_gradients = [torch.empty_like(shared[index]) for index in indices]
         new_errors, wait = self._exchange.start_quantized_means(
-            vectors, errors, pseudo_gradients, method
+            vectors, previous_errors, pseudo_gradients, method
         )
         for number, error in zip(self._virtual_ranks, new_errors, strict=True):
             if error is not None:

@@ -143,14 +143,7 @@ class DiLoCo(DiLoCoOptions, Strategy):
         # The mean running statistics of BatchNorm may not match the weights after an exchange.
         self._warn_of_statistics(module)
 
-        # `lockstep verify` compares runs without compression. It then says that this option of the
-        # user makes the results differ from those of one device.
-        options = self
-        chosen_difference = ""
-        if run.settings.uncompressed and self.compress is not None:
-            options = replace(self, compress=None)
-            chosen_difference = f"differences of replicas are sent as {self.compress}"
-
+        options, chosen_difference = self._options_in(run)
         training = DiLoCoTraining(module, run, options)
         _register_hooks(module, training)
 
@@ -165,6 +158,17 @@ class DiLoCo(DiLoCoOptions, Strategy):
             extensions=[training],
             virtual_rank_state=training,
         )
+
+    def _options_in(self, run: Run) -> tuple[DiLoCo, str]:
+        """Returns the options that a run uses, and a text about one that it leaves out.
+
+        `lockstep verify` compares runs without compression. The text then says which option of the
+        user makes the results differ from those of one device. It is empty in other runs.
+        """
+        if not run.settings.uncompressed or self.compress is None:
+            return self, ""
+        text = f"differences of replicas are sent as {self.compress}"
+        return replace(self, compress=None), text
 
     def _choices(self, num_ranks: int, size_bytes: int) -> list[Choice]:
         """Returns the printed lines about the virtual ranks and the exchange.

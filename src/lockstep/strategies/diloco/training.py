@@ -105,8 +105,8 @@ class DiLoCoTraining(Extension):
         """The optimizers that hold parameters of the module."""
         self._stepped_optimizers: set[int] = set()
         """The ids of the optimizers that have stepped for the present virtual rank."""
-        self._steps_are_unfinished = False
-        """True between the first optimizer step for a global batch and the exchange at its end."""
+        self._global_batch_is_partly_stepped = False
+        """True from the first optimizer step for a global batch on, until all steps are made."""
         self._num_virtual_ranks_begun = 0
         """How many virtual ranks of this process have begun in the present global batch."""
         self._num_virtual_ranks_stepped = 0
@@ -134,11 +134,7 @@ class DiLoCoTraining(Extension):
             UsageError: some virtual ranks have not stepped for the previous global batch.
         """
         if micro_batch.first:
-            if self._steps_are_unfinished:  # those of the previous global batch
-                self._finish_previous_global_batch()
-            self._num_virtual_ranks_begun = 0
-            self._num_virtual_ranks_stepped = 0
-
+            self._begin_global_batch()
         self._last_micro_batch_began = micro_batch.last  # of the global batch
 
         # Each virtual rank has its own optimizer step in a global batch. Another one begins here.
@@ -146,14 +142,15 @@ class DiLoCoTraining(Extension):
             self._num_virtual_ranks_begun += 1
             self._stepped_optimizers.clear()
 
-        self._note_whether_ranks_are_apart(micro_batch)
+        self._note_whether_ranks_have_same_micro_batch(micro_batch)
         self._put_values_of_present_virtual_rank()
 
-    def _note_whether_ranks_are_apart(self, micro_batch: MicroBatch) -> None:
-        """Refuses collectives of the script while other ranks may be at another micro-batch.
+    def _note_whether_ranks_have_same_micro_batch(self, micro_batch: MicroBatch) -> None:
+        """Sets why collectives of the script are refused; None if all ranks may call them.
 
-        If rank 0 has two virtual ranks, and rank 1 has one, then the loop of rank 0 has two
-        micro-batches in each global batch, and that of rank 1 has one. In the last one all meet.
+        They may not while other ranks may be at another micro-batch. Example: rank 0 has two
+        virtual ranks, and rank 1 has one. So the loop of rank 0 has two micro-batches in each
+        global batch, and that of rank 1 has one. All ranks meet in the last micro-batch.
         """
         collectives = self._run.collectives
         num_ranks = self._run.topology.size
@@ -168,16 +165,23 @@ class DiLoCoTraining(Extension):
                 "have more micro-batches"
             )
 
+    def _begin_global_batch(self) -> None:
+        """Finishes the previous global batch if need be, and resets what is counted for each."""
+        if self._global_batch_is_partly_stepped:
+            self._finish_previous_global_batch()
+        self._num_virtual_ranks_begun = 0
+        self._num_virtual_ranks_stepped = 0
+
     def _finish_previous_global_batch(self) -> None:
         """Finishes a global batch for which some, but not all, optimizer steps were made.
 
-        The comments below are about two optimizers A and B, which train 2 virtual ranks. If both
-        have stepped for each virtual rank, `after_step` has finished the global batch.
+        Example: two optimizers A and B train the virtual ranks 0 and 1. If both had stepped for
+        both, `after_step` would have finished the global batch.
 
         Raises:
             UsageError: some virtual ranks have not stepped.
         """
-        # The loop was left after virtual rank 0: an error.
+        # Without the micro-batch of virtual rank 1: the loop was left after virtual rank 0.
         loop_was_left = not self._last_micro_batch_began
         if loop_was_left:
             raise UsageError(
@@ -190,8 +194,8 @@ class DiLoCoTraining(Extension):
         # Neither A nor B has stepped for virtual rank 1: an error.
         self._check_all_have_stepped()
 
-        # Only B has not stepped for it. This is allowed, since a script may step one of its
-        # optimizers less often than the others.
+        # What remains: for virtual rank 1, A has stepped and B has not. This is allowed, since a
+        # script may step one of its optimizers less often than the others.
         self._finish_global_batch()
 
     def _check_all_have_stepped(self) -> None:
@@ -268,9 +272,7 @@ class DiLoCoTraining(Extension):
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Prepares the module for an optimizer's step for the present virtual rank.
 
-        Restores the weights of the virtual rank, which an evaluation may have replaced. While the
-        virtual ranks train one model, also averages their buffers, before the first step for a
-        global batch.
+        Restores the weights of the virtual rank, which an evaluation may have replaced.
 
         Raises:
             UsageError: the optimizer has stepped for this virtual rank already, or none has stepped
@@ -279,6 +281,24 @@ class DiLoCoTraining(Extension):
         if self._module not in modules:  # an optimizer of another module
             return
 
+        self._note_step(optimizer)
+        self._put_values_of_present_virtual_rank()
+
+        is_first_step_for_global_batch = not self._global_batch_is_partly_stepped
+        self._global_batch_is_partly_stepped = True
+        if self._trains_one_model and is_first_step_for_global_batch:
+            # The step is for all virtual ranks together. The model gets the mean of the buffers
+            # that their forward passes have left.
+            self._average_buffers()
+            self._buffers.put_in_module(SHARED)
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        """Records that an optimizer is about to step for the present virtual rank.
+
+        Raises:
+            UsageError: it has stepped for this virtual rank already, or no optimizer has stepped
+                for an earlier one.
+        """
         if id(optimizer) in self._stepped_optimizers:
             raise UsageError(
                 f"several steps of {type(optimizer).__name__} in a global batch",
@@ -291,19 +311,6 @@ class DiLoCoTraining(Extension):
         if is_first_step_for_virtual_rank:
             self._num_virtual_ranks_stepped += 1
             self._check_all_have_stepped()
-
-        self._put_values_of_present_virtual_rank()
-
-        is_first_step_for_global_batch = not self._steps_are_unfinished
-        self._steps_are_unfinished = True
-
-        # In the first steps of a training, one step with the shared weights is made for all virtual
-        # ranks together. The buffers are shared then too: the mean of those that the forward passes
-        # of the virtual ranks have left.
-        if self._trains_one_model and is_first_step_for_global_batch:
-            self._average_buffers()
-            self._buffers.put_in_module(SHARED)
-
         self._stepped_optimizers.add(id(optimizer))
 
     def after_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
@@ -317,7 +324,7 @@ class DiLoCoTraining(Extension):
 
     def settle(self) -> None:
         """Raises UsageError if no optimizer has stepped for the last virtual rank of a loop."""
-        if self._steps_are_unfinished and not self._step.in_training_loop:
+        if self._global_batch_is_partly_stepped and not self._step.in_training_loop:
             self._check_all_have_stepped()
 
     def pass_ended(self) -> None:
@@ -335,8 +342,8 @@ class DiLoCoTraining(Extension):
     def _put_values_of_present_virtual_rank(self) -> None:
         """Puts the values of the virtual rank whose micro-batch is computed now into the module.
 
-        These are its buffers and, unless the virtual ranks train one model, its weights and
-        gradients. The gradients of the virtual rank that had its turn before are put away.
+        While the virtual ranks train one model, they only differ in their buffers. Later, each has
+        its own weights and gradients, too. The gradients that are in the module are put away.
         """
         if self._step.virtual_rank is None:  # outside of a training loop
             return
@@ -346,7 +353,7 @@ class DiLoCoTraining(Extension):
         if self._trains_one_model:
             return
 
-        self._check_no_change_is_lost(number)
+        self._check_no_change_by_hand_is_lost(number)
         self._weights.put_in_module(number)  # a copy of the shared ones, if it has none of its own
         if number != self._owner_of_gradients:
             self._put_gradients_in_module(number)
@@ -376,7 +383,7 @@ class DiLoCoTraining(Extension):
 
         self._owner_of_gradients = number
 
-    def _check_no_change_is_lost(self, number: int) -> None:
+    def _check_no_change_by_hand_is_lost(self, number: int) -> None:
         """Raises UsageError if a virtual rank's weights would replace weights changed by hand.
 
         For example, the user has changed the shared weights, which are in the module. If virtual
@@ -393,7 +400,8 @@ class DiLoCoTraining(Extension):
 
     def _check_shared_weights_are_unchanged(self) -> None:
         """Raises UsageError if the user has changed the shared weights, as that would be lost."""
-        # There are no counts if no step was made since the shared weights were loaded.
+        # torch counts the writes to each tensor. No counts were noted if no step was made since the
+        # shared weights were loaded.
         if not self._write_counts_of_shared:
             return
 
@@ -421,7 +429,7 @@ class DiLoCoTraining(Extension):
         train one model, and nothing is sent; later each trains its own copy. A fragment of the
         weights that is sent after a step is applied to the shared weights `delay` steps later.
         """
-        self._steps_are_unfinished = False
+        self._global_batch_is_partly_stepped = False
 
         # Apply the fragments that were sent `delay` steps ago.
         for fragment in self._outer_optimizer.due_fragments(self._step.number):
@@ -481,7 +489,8 @@ class DiLoCoTraining(Extension):
         buffers_of_virtual_ranks = [self._buffers.values(number) for number in self.own]
         self._average_floating_point(shared, buffers_of_virtual_ranks)
 
-        # The shared value of every other buffer becomes that of virtual rank 0.
+        # Every other buffer gets the value of virtual rank 0, the first one of rank 0. Each
+        # rank takes the value of its own first virtual rank, and then receives that of rank 0.
         others: list[Tensor] = []
         for buffer, first_own_buffer in zip(shared, buffers_of_virtual_ranks[0], strict=True):
             if not buffer.is_floating_point():
@@ -547,7 +556,7 @@ class DiLoCoTraining(Extension):
         if self._group is None:  # no other rank computes a virtual rank of this one
             return
 
-        # Several ranks compute one virtual rank only if each of them computes no other one.
+        # A rank that shares a virtual rank with other ranks computes no second one.
         only_virtual_rank = self.own[0]
         trains_its_own_weights = self._weights.exists(only_virtual_rank)
         if trains_its_own_weights:
@@ -604,6 +613,10 @@ class DiLoCoTraining(Extension):
     def close(self, failed: bool) -> None:
         """Waits for running exchanges, and warns if the last steps were not exchanged.
 
+        Example: with `every` 10 and `delay` 2, a round is complete 2 steps after its end. The best
+        ends of a training are therefore after 12, 22, 32, ... steps. The last 2 steps are missing
+        then, too, which needs no warning. After 27 steps, 7 are missing.
+
         Args:
             failed: True if the run ends with an error. Then other ranks may not send anything any
                 more, and nothing is waited for.
@@ -613,24 +626,20 @@ class DiLoCoTraining(Extension):
             return
 
         self._outer_optimizer.wait()
-        self._outer_optimizer.drop_in_flight()  # these have arrived, and are never applied
+        self._outer_optimizer.drop_in_flight()  # they would be applied after steps to come
         steps_apart = self._step.number - self._options.start
         if steps_apart <= 0:  # the virtual ranks have not trained apart yet
             return
 
-        # The numbers in the comments are an example.
-        every = self._options.every  # 10
-        delay = self._options.delay  # 2
+        # The comments have the numbers of the example.
+        every = self._options.every
+        delay = self._options.delay
         steps_in_rounds = _steps_in_complete_rounds(steps_apart, every, delay)  # 20
         steps_left = steps_apart - steps_in_rounds  # 27 - 20 = 7
-
-        # At the best end, after 20 + 2 steps, 2 steps are left. That needs no warning.
         if steps_left <= delay:
             return
 
-        # Round 3 ends with step 30, and is applied after step 32.
         next_good_end = steps_in_rounds + every + delay  # 20 + 10 + 2 = 32
-
         delay_option = f", delay={delay}" if delay > 0 else ""
         warn(
             f"DiLoCo(every={every}{delay_option}) for {count_noun(steps_apart, 'step')}",

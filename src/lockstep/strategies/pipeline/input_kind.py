@@ -26,7 +26,9 @@ class InputKind(NamedTuple):
     key: Hashable
     """A key that is equal for calls of the same kind."""
     depends_on_values: bool
-    """True if inputs contain integers or booleans, on whose values a forward pass may branch."""
+    """True if inputs contain integers or booleans, on whose values a forward pass may branch, such
+    as a padding mask. Calls of this kind may give activations of different shapes after all, so
+    each message between two stages says whether they have the shapes of the last one."""
 
 
 def signature(arguments: Arguments) -> Any:

@@ -187,7 +187,8 @@ class PipelinedModule(ModuleWrapper):
         batch = self._current_global_batch()
         self._check_call(batch)
 
-        # Calls with inputs of the same kind have activations of the same shapes.
+        # The kind of the inputs determines the shapes of activations. They are found out once for
+        # each kind, and kept for later calls.
         input_kind = self._input_kind((args, kwargs), batch.requires_grad)
         batch.calls.append(ModelCall((args, kwargs), input_kind))
 
@@ -313,8 +314,7 @@ class PipelinedModule(ModuleWrapper):
             key=self.run.step.key,
             num_micro_batches=num_micro_batches,
             actions=deque(actions),
-            # Which parameters require gradients decides which activations do, so that is a part of
-            # the `InputKind` of each call.
+            # This decides which activations require gradients; see `_input_kind`.
             requires_grad=tuple(p.requires_grad for p in self._all_parameters),
             training=self.training,
             seed=self._next_seed(),
@@ -486,8 +486,7 @@ class PipelinedModule(ModuleWrapper):
         """Returns the kind of a call; None if unknown.
 
         Calls of the same kind give activations of the same shapes, so the ranks exchange the shapes
-        only once for each kind. Calls of a kind that `depends_on_values` may still differ in
-        shapes, so each message between the stages says whether they do.
+        only once for each kind.
 
         Args:
             arguments: the arguments of the call.
@@ -502,7 +501,6 @@ class PipelinedModule(ModuleWrapper):
         if torch.is_autocast_enabled(device_type):
             autocast_dtype = torch.get_autocast_dtype(device_type)
 
-        # A forward pass may branch on the values of integers or booleans, such as a padding mask.
         depends_on_values = any(_is_integer_tensor(leaf) for leaf in pytree.tree_leaves(arguments))
         modes = (self.training, torch.is_grad_enabled(), autocast_dtype)
         key = (arguments_key, modes, requires_grad)
@@ -597,28 +595,26 @@ class PipelinedModule(ModuleWrapper):
         """
         stage = action.stage
         micro_batch = action.micro_batch
-        # `received` and `sent` are the tensors of the forward pass of this stage. Their gradients
-        # go the other way.
-        received, sent = batch.boundary_tensors.pop((stage, micro_batch))
+        forward_inputs, forward_outputs = batch.boundary_tensors.pop((stage, micro_batch))
         with (
             self._noting_failures(),
             self._model.backward_pass(),
             self._averaging_gradients(batch, action),
         ):
-            # Receives the gradients of `sent`, and computes those of `received`.
-            self._compute_gradients(batch, action, sent, drop=drop)
+            # Receives the gradients of the outputs, and computes those of the inputs.
+            self._compute_gradients(batch, action, forward_outputs, drop=drop)
 
             # The previous stage has sent these tensors, so it knows the shapes and dtypes of their
             # gradients. For each tensor a mark says whether it has a gradient.
             if stage > 0:
-                message = gradient_message([t for t in received if t.requires_grad])
+                message = gradient_message([t for t in forward_inputs if t.requires_grad])
                 destination = self.place.rank_of_stage(stage - 1)
                 self._gradient_wires[stage - 1].send_with_known_specs(
                     message.tensors, destination, message.marks
                 )
 
     def _compute_gradients(
-        self, batch: GlobalBatch, action: Action, sent: list[Tensor], *, drop: bool
+        self, batch: GlobalBatch, action: Action, forward_outputs: list[Tensor], *, drop: bool
     ) -> None:
         """Runs the backward pass of a stage.
 
@@ -627,8 +623,8 @@ class PipelinedModule(ModuleWrapper):
         Args:
             batch: the global batch.
             action: the backward pass of the stage.
-            sent: the tensors that the stage sent and that need a gradient. If there are none, there
-                is nothing to do.
+            forward_outputs: the tensors that the stage sent and that need a gradient. If there are
+                none, there is nothing to do.
             drop: True if the loop has left the global batch early. Then the gradients are received,
                 as another rank sends them, but nothing is computed.
         """
@@ -640,8 +636,8 @@ class PipelinedModule(ModuleWrapper):
                 run_backward()
             return
 
-        if sent:
-            outputs, gradients = self._receive_gradients(batch, action, sent)
+        if forward_outputs:
+            outputs, gradients = self._receive_gradients(batch, action, forward_outputs)
             if outputs and not drop:
                 torch.autograd.backward(outputs, gradients)
 
@@ -798,7 +794,7 @@ class PipelinedModule(ModuleWrapper):
     def _evaluate(self, arguments: Arguments) -> Any:
         """Runs a forward pass without gradients, and returns the model's output on every rank."""
         self._drop_unfinished()  # a global batch of an earlier step, which the loop has left
-        output = self._evaluate_stages(arguments)
+        output = self._evaluate_stages(arguments)  # with shapes if this rank lacks the last stage
 
         # The rank with the model's last stage passes the values to all others.
         leaves = pytree.tree_leaves(output)
@@ -808,7 +804,7 @@ class PipelinedModule(ModuleWrapper):
 
         if self.has_last_stage:
             return output
-        return _with_tensors(output, output_tensors)  # puts the values in place of the shapes
+        return _with_tensors(output, output_tensors)
 
     def _evaluate_stages(self, arguments: Arguments) -> Any:
         """Runs a forward pass without gradients through the stages of this rank.

@@ -328,10 +328,10 @@ def _are_finished(
     for action in required:
         if action not in finished:
             return False
-        is_in_time = (
-            finished[action].tick <= by_tick and finished[action].meeting_point <= by_meeting_point
-        )
-        if not is_in_time:
+        done = finished[action]
+        is_finished_when_a_begins = done.tick <= by_tick
+        avoids_deadlock = done.meeting_point <= by_meeting_point
+        if not is_finished_when_a_begins or not avoids_deadlock:
             return False
     return True
 

@@ -26,7 +26,7 @@ would have the same dropout masks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -117,7 +117,7 @@ class StagedModel:
 
         stage_is_here = stage in stages
         shape_forward = _shape_forward_of(
-            piece, stage_is_here=stage_is_here, num_stages=len(stages)
+            piece, stage_is_here=stage_is_here, has_several_stages_here=len(stages) > 1
         )
         forward = _PieceForward(
             model=self,
@@ -279,7 +279,7 @@ class StageRun:
         # A received tensor that needs a gradient is a leaf of the autograd graph, and torch does
         # not allow in-place operations on leaves. The model may use some, so it gets the result of
         # an identity function instead.
-        assert self.received is not None  # only stage 0 receives nothing, and it begins otherwise
+        assert self.received is not None  # stage 0 receives nothing, and never calls this method
         tensors: list[Tensor] = []
         for tensor in self.received:
             if tensor.requires_grad:
@@ -472,32 +472,53 @@ def _move_to_stages(
     """
     parameters_on_other_ranks: list[nn.Parameter] = []
     for module_name, part in module.named_modules():
-        parameters_here: list[nn.Parameter] = []
-        parameters_elsewhere: list[tuple[str, nn.Parameter]] = []
-        # `attribute` is the name of a parameter or buffer in its module.
-        for attribute, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+        stages_of_parameters = {}
+        for attribute, _ in part.named_parameters(recurse=False, remove_duplicate=False):
             path = f"{module_name}.{attribute}" if module_name else attribute
-            if split.stage_of(path) in stages:
-                parameters_here.append(parameter)
-            else:
-                parameters_elsewhere.append((attribute, parameter))
+            stages_of_parameters[attribute] = split.stage_of(path)
+        here = {name for name, stage in stages_of_parameters.items() if stage in stages}
+        parameters_on_other_ranks += _move_parameters(part, here, device)
 
-        _move_to_device(part, parameters_here, device)
-
-        for attribute, parameter in parameters_elsewhere:
-            parameters_on_other_ranks.append(parameter)
-            if not parameter.is_meta:  # it is already if the model was built on the meta device
-                parameters_on_other_ranks.append(_replace_by_meta(part, attribute, parameter))
-
-        # A module that a cut goes through belongs to no stage (None), and all ranks need its
-        # buffers.
+        # A module with parts in several stages has no stage (None). All ranks need its buffers.
         stage = split.stage_of(module_name)
         stage_is_here = stage is None or stage in stages
-        buffers = part.named_buffers(recurse=False, remove_duplicate=False)
-        for attribute, buffer in list(buffers):
-            _replace_buffer(part, attribute, buffer.to(device if stage_is_here else "meta"))
+        _move_buffers(part, device if stage_is_here else torch.device("meta"))
 
     return parameters_on_other_ranks
+
+
+def _move_parameters(
+    part: nn.Module, here: Collection[str], device: torch.device
+) -> list[nn.Parameter]:
+    """Moves some parameters of a module to a device, and all others to the meta device.
+
+    Args:
+        part: the module that has the parameters, in itself and not in a submodule.
+        here: the names of the parameters to move to the device.
+        device: the device.
+
+    Returns:
+        The other parameters, and those on the meta device that replaced them.
+    """
+    parameters_here: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+        if name in here:
+            parameters_here.append(parameter)
+            continue
+
+        others.append(parameter)
+        if not parameter.is_meta:  # it is already if the model was built on the meta device
+            others.append(_replace_by_meta(part, name, parameter))
+
+    _move_to_device(part, parameters_here, device)
+    return others
+
+
+def _move_buffers(part: nn.Module, device: torch.device) -> None:
+    """Moves the buffers that a module has in itself to a device."""
+    for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+        _replace_buffer(part, name, buffer.to(device))
 
 
 def _replace_by_meta(part: nn.Module, attribute: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -539,31 +560,29 @@ def _move_to_device(
 
 
 def _shape_forward_of(
-    piece: nn.Module, *, stage_is_here: bool, num_stages: int
+    piece: nn.Module, *, stage_is_here: bool, has_several_stages_here: bool
 ) -> Callable[..., Any] | None:
     """Returns the forward with which this process computes the shapes of a piece's output.
 
     In it, normalisation layers return the shape of their input (`skip_normalisation`): they could
-    not read statistics without values, or would wait for other ranks. There are three cases:
-
-    - The piece's stage is on another rank. Here the piece only ever computes shapes, so its own
-      forward is used.
-    - Its stage is the only one of this process. Then no shapes of its output are needed.
-    - Its stage is one of several of this process. While another one of them runs, the shapes are
-      computed by a copy of the piece on the meta device, because the piece itself holds values.
+    not read statistics without values, or would wait for other ranks.
 
     Args:
         piece: the piece, before its forward is replaced.
         stage_is_here: True if this process runs the stage of the piece.
-        num_stages: the number of stages that this process runs.
+        has_several_stages_here: True if this process runs several stages.
     """
+    # The piece itself only ever computes shapes here.
     if not stage_is_here:
         skip_normalisation(piece)
         return piece.forward
 
-    if num_stages == 1:
+    # The only stage of this process needs no shapes of its own output.
+    if not has_several_stages_here:
         return None
 
+    # The piece holds values. While another stage of this process runs, the shapes are computed by a
+    # copy on the meta device.
     shape_copy = copy_to_meta(piece)
     skip_normalisation(shape_copy)
     return shape_copy.forward

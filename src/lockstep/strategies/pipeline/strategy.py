@@ -312,13 +312,12 @@ class Pipeline(Strategy):
         if from_settings is not None:
             return from_settings
 
-        # With `micro_batch_size` the loader divides by that size, so 1 is only the least number.
-        # One process has no other stages to keep busy, so it needs only 1.
         ranks_in_pipeline = self._ranks_per_pipeline(run.topology.size)
-        if run.settings.micro_batch_size or ranks_in_pipeline == 1:
+        default = MICRO_BATCHES_PER_STAGE * ranks_in_pipeline
+        if ranks_in_pipeline == 1:  # there are no other stages to keep busy
             default = 1
-        else:
-            default = MICRO_BATCHES_PER_STAGE * ranks_in_pipeline
+        if run.settings.micro_batch_size:  # the loader divides by this size, perhaps into more
+            default = 1
         return max(default, run.settings.min_micro_batches)
 
     def _place(self, topology: Topology) -> PipelinePlace:
@@ -339,11 +338,11 @@ class Pipeline(Strategy):
         """
         model_number = len(run.prepared)
 
-        # `open_group` opens a group for each row of a table. (`.T` turns the columns into rows.)
+        # `open_group` opens a group for each row of a table, such as [[0, 2], [1, 3]].
         ranks_of_pipelines = _table_of_ranks(run, place).T
         activations = open_group(run, f"activations of model {model_number}", ranks_of_pipelines)
 
-        # With several groups, receiving a gradient does not wait until another has been sent.
+        # There are several, so that receiving a gradient need not wait until another has been sent.
         gradients: list[dist.ProcessGroup] = []
         for number in range(place.num_gradient_groups):
             name = f"gradients {number} of model {model_number}"
@@ -381,9 +380,9 @@ class Pipeline(Strategy):
             # Torch's works neither on CPUs nor on the meta device, where the pipeline computes
             # shapes of other stages.
             if isinstance(layer, nn.SyncBatchNorm):
-                convert(layer, group)
+                convert(layer, group)  # sets the group; leaves classes of the user alone
 
-            if layer.process_group is None:  # the user has set none
+            if layer.process_group is None:
                 layer.process_group = group
 
     def _check_module(self, module: nn.Module, run: Run) -> None:

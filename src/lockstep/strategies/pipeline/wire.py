@@ -251,8 +251,8 @@ class Wire:
         Args:
             source: the rank that calls `send`.
             kind: the same kind that is passed to `send`.
-            may_receive_next_early: True if another message is certain to follow, as it is passed to
-                `send`. Its receives may then be posted now.
+            may_receive_next_early: True if another message is certain to follow. Its receives may
+                then be posted now. Both sides must pass the same value.
         """
         known_specs = self._specs_of_kind.get(kind)
         if known_specs is None:  # the message is the first of its kind
@@ -359,24 +359,29 @@ class Wire:
         The marks are received on the CPU over Gloo, because Python reads them. The tensors are
         received together, on the device that carries them: with NCCL, from GPU to GPU.
         """
-        num_bytes_to_receive = [tensor_spec.num_bytes for tensor_spec in spec.tensors]
+        if self._marks_follow_data(spec.num_marks, len(spec.tensors)):
+            return self._post_data_with_marks(source, spec)
+        return self._post_marks_and_data(source, spec)
 
-        # Over Gloo, the marks come behind the bytes of the last tensor, which saves a message.
-        marks_follow_data = self._marks_follow_data(spec.num_marks, len(num_bytes_to_receive))
-        if marks_follow_data:
-            num_bytes_to_receive[-1] += spec.num_marks
+    def _post_data_with_marks(self, source: int, spec: MessageSpec) -> PostedMessage:
+        """Starts receiving a message whose marks come behind the bytes of its last tensor.
 
-        data: list[Tensor] = []
-        for num_bytes in num_bytes_to_receive:
-            data.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._carrier_device))
+        This saves a message.
+        """
+        num_bytes = [tensor_spec.num_bytes for tensor_spec in spec.tensors]
+        num_bytes[-1] += spec.num_marks
+        received = self._allocate(num_bytes)
+        works = self._start_batch(dist.irecv, received, source)
 
-        if marks_follow_data:
-            works = self._start_batch(dist.irecv, data, source)
-            data_of_last_tensor, marks = data[-1].tensor_split([-spec.num_marks])
-            return PostedMessage(spec, marks, [*data[:-1], data_of_last_tensor], works)
+        # Both are views of what is received last.
+        data_of_last_tensor, marks = received[-1].tensor_split([-spec.num_marks])
+        return PostedMessage(spec, marks, [*received[:-1], data_of_last_tensor], works)
 
+    def _post_marks_and_data(self, source: int, spec: MessageSpec) -> PostedMessage:
+        """Starts receiving a message whose marks, if it has any, are a message by themselves."""
+        data = self._allocate([tensor_spec.num_bytes for tensor_spec in spec.tensors])
         marks = torch.empty(spec.num_marks, dtype=torch.uint8)
-        works = []
+        works: list[dist.Work] = []
         if spec.num_marks:
             work = dist.irecv(marks, source, self._group, self._tag)
             assert work is not None  # this rank is in the group
@@ -384,6 +389,11 @@ class Wire:
 
         works += self._start_batch(dist.irecv, data, source)
         return PostedMessage(spec, marks, data, works)
+
+    def _allocate(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Allocates tensors of the given numbers of bytes, on the device that carries messages."""
+        device = self._carrier_device
+        return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
     def take(self, posted: PostedMessage) -> Message:
         """Waits for the receives of a message, and returns the message."""
