@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 import lockstep
-from lockstep.errors import LockstepError, LockstepWarning
+from lockstep.errors import LockstepError, LockstepWarning, UsageError
 from lockstep.strategies import DDP, HSDP
 
 pytestmark = pytest.mark.ranks
@@ -130,6 +130,67 @@ def test_on_one_process_a_changed_model_is_warned_of_once(name):
 
 def test_a_moved_model_is_warned_of():
     assert said(lambda w: train(w, move)) == ["warning LS303"]
+
+
+def train_virtual_ranks(world: lockstep.World, change: Use, when: str) -> None:
+    """Two passes of two global batches over 4 virtual ranks; `when` the model is changed."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, optimizer = world.prepare(model, optimizer)
+    loader = world.loader(tensors(16), 8)
+    for epoch in range(2):
+        for number, (x, y) in enumerate(loader):
+            if when == "in a pass" and (epoch, number) == (0, 5):
+                change(model)
+            loss = nn.functional.cross_entropy(prepared(x.to(model[2].weight.dtype)), y)
+            if when == "before a backward pass" and (epoch, number) == (0, 1):
+                change(model)
+            world.backward(loss)
+            if when == "before the step" and (epoch, number) == (0, 7):
+                change(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        if when == "between passes":
+            change(model)
+
+
+WHEN = ["in a pass", "before a backward pass", "before the step", "between passes"]
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_a_converted_model_of_virtual_ranks_on_one_process_is_refused_as_on_several(when):
+    def convert(world: lockstep.World) -> None:
+        train_virtual_ranks(world, nn.Module.float, when)
+
+    assert said(convert, virtual_ranks=4) == ["UsageError LS303"]
+
+
+def test_a_replaced_layer_of_virtual_ranks_is_refused_as_its_gradients_are_not_averaged():
+    assert said(lambda w: train(w, replace), virtual_ranks=4) == ["UsageError LS303"]
+
+
+def test_a_converted_layer_of_virtual_ranks_on_one_process_is_named():
+    def convert_bias(model: nn.Module) -> None:
+        bias = model[0].bias
+        bias.data = bias.data.float()
+        bias.grad = None
+
+    with lockstep.init(seed=0, virtual_ranks=4) as world, pytest.raises(UsageError) as caught:
+        train_virtual_ranks(world, convert_bias, "before the step")
+    assert str(caught.value).startswith(
+        "parameters added, replaced, unfrozen or moved after world.prepare\n"
+        "  found: 0.bias now torch.float32, was torch.float64; their gradients are not averaged "
+        "over the ranks\n"
+        "  do:    change the model first, then call world.prepare\n"
+        "  more:  [LS303: lockstep explain LS303]"
+    )
+
+
+def test_a_layer_of_virtual_ranks_on_one_process_may_be_unfrozen():
+    def unfreeze_first(model: nn.Module) -> None:
+        unfreeze(model)
+
+    assert said(lambda w: train(w, unfreeze_first, frozen()), virtual_ranks=4) == ["warning LS303"]
 
 
 @pytest.mark.parametrize("name", UNCHANGED)

@@ -42,6 +42,7 @@ from lockstep.session.check_schedule import CHECK_EVERY
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import VirtualRanks
 from lockstep.settings import Choice, too_few_virtual_ranks_error
+from lockstep.wording import join_first
 
 USE_ALL_IN_EVERY_VIRTUAL_RANK = (
     "use all trained parameters in every virtual rank: call an expert also with no rows, or add "
@@ -313,6 +314,39 @@ def changed_parameters_error(found: str) -> UsageError:
         "change the model first, then call world.prepare",
         code="LS303",
     )
+
+
+def not_averaged_error(changes: Sequence[str]) -> UsageError:
+    """Returns the error for parameters whose gradients are not averaged, as they were changed.
+
+    Args:
+        changes: the name of each parameter and how it was changed, such as "fc.weight unfrozen".
+    """
+    effect = "their gradients are not averaged over the ranks"
+    return changed_parameters_error(f"{join_first(changes)}; {effect}")
+
+
+def describe_change_of_kind(
+    name: str, parameter: Tensor, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Describes how a parameter was converted or moved.
+
+    For example: "fc.weight now torch.float64, was torch.float32".
+
+    Args:
+        name: the name of the parameter.
+        parameter: the parameter as it is now.
+        dtype: its earlier dtype.
+        device: its earlier device.
+
+    Returns:
+        The description; empty if nothing has changed.
+    """
+    if parameter.dtype != dtype:
+        return f"{name} now {parameter.dtype}, was {dtype}"
+    if parameter.device != device:
+        return f"{name} now on {parameter.device}, was on {device}"
+    return ""
 
 
 def gpus_of(module: nn.Module) -> set[str]:

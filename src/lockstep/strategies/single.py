@@ -14,7 +14,7 @@ from lockstep.distributed.process_group import Run
 from lockstep.strategies.base import PreparedModule, Strategy, StrategyPlan, move_to_device
 from lockstep.strategies.registry import check_number_of_processes
 from lockstep.strategies.virtual_rank_buffers import VirtualRankBuffers
-from lockstep.strategies.virtual_ranks import VirtualRankGradients, make_virtual_rank_tree
+from lockstep.strategies.virtual_ranks import GradientsOnOneProcess, make_virtual_rank_tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,6 @@ def on_one_process(module: nn.Module, run: Run) -> PreparedModule:
         return PreparedModule(module=module)
 
     tree = make_virtual_rank_tree(run)
-    gradients = VirtualRankGradients(list(module.parameters()), tree, run.step, single_process=True)
+    gradients = GradientsOnOneProcess(module, tree, run.step)
     buffers = VirtualRankBuffers(module, tree, run.step)
     return PreparedModule(module=module, extensions=[gradients, buffers])

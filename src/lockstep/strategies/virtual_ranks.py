@@ -35,7 +35,11 @@ from lockstep.session.delivery import TO_LEAVE_ONE_OUT, cleared_gradients_error
 from lockstep.session.extension import Extension
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.session.step import Step
-from lockstep.strategies.base import parameters_of
+from lockstep.strategies.base import (
+    describe_change_of_kind,
+    not_averaged_error,
+    parameters_of,
+)
 from lockstep.strategies.pending_buckets import PendingBuckets
 from lockstep.torch_compat import add_to_each, multiply_each, to_local
 
@@ -238,19 +242,11 @@ class VirtualRankGradients(Extension):
         parameters: the parameters of the module.
         tree: the summation order of the run.
         step: the state of the current optimizer step.
-        single_process: True if there is only one process. Then the sum is completed here, not by
-            DDP.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        tree: VirtualRankTree,
-        step: Step,
-        *,
-        single_process: bool = False,
+        self, parameters: Sequence[nn.Parameter], tree: VirtualRankTree, step: Step
     ) -> None:
-        self._single_process = single_process
         self.tree = tree
         self._parameters = list(parameters)
         self._step = step
@@ -310,11 +306,9 @@ class VirtualRankGradients(Extension):
         self._skipped_virtual_ranks.backward_begins()
 
     def backward_ended(self, micro_batch: MicroBatch) -> None:
-        """Completes the sum after the last backward pass, if there is only one process."""
+        """Notes that a virtual rank had a backward pass, and whether it left gradients."""
         self._skipped_virtual_ranks.backward_ended()
         self._backward_left_gradients = self._has_gradients()
-        if self._single_process and self._step.micro_batch.last:
-            self._sum_on_one_process()
 
     def clear_gradients(self) -> None:
         """Drops the partial sums when the loop has left a global batch early."""
@@ -353,25 +347,6 @@ class VirtualRankGradients(Extension):
             self._script_cleared_gradients = True
 
     # Sums
-
-    def _sum_on_one_process(self) -> None:
-        """Writes the mean gradient of all virtual ranks to the parameters, on a single process."""
-        self._move_gradients_to_sums(self._step.micro_batch)
-        if not self._partial_sums:  # no virtual rank had a gradient that counts
-            return
-
-        # After the last virtual rank all partial sums are merged into one: a list with the sum of
-        # each parameter's gradients, or None for a parameter that was not used.
-        (gradients,) = self._partial_sums
-        self._partial_sums.clear()
-
-        # The mean over the virtual ranks, in place.
-        used = [gradient for gradient in gradients if gradient is not None]
-        if used:
-            multiply_each(used, 1.0 / self.tree.num_virtual_ranks)
-
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
 
     def handle_bucket(self, bucket: dist.GradBucket) -> Callable[[], None]:
         """Starts the sum of a bucket of DDP in the last micro-batch, and leaves it alone in others.
@@ -521,6 +496,86 @@ class VirtualRankGradients(Extension):
         # They are views of DDP's buckets, which the next backward pass will overwrite.
         self._gradients_are_in_buckets = False
         return [None if gradient is None else gradient.clone() for gradient in gradients]
+
+
+class GradientsOnOneProcess(VirtualRankGradients):
+    """Sums the gradients of virtual ranks on a single process, where no DDP completes the sum.
+
+    Args:
+        module: the module.
+        tree: the summation order of the run.
+        step: the state of the current optimizer step.
+    """
+
+    def __init__(self, module: nn.Module, tree: VirtualRankTree, step: Step) -> None:
+        super().__init__(list(module.parameters()), tree, step)
+        self._kinds_in_prepare: list[_ParameterKind] = []
+        for name, parameter in module.named_parameters():
+            kind = _ParameterKind(name, parameter.dtype, parameter.device)
+            self._kinds_in_prepare.append(kind)
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Adds the gradients of the previous virtual rank to the sum when another one begins."""
+        try:
+            super().begin(micro_batch)
+        except RuntimeError as error:
+            self._raise_if_parameters_changed(error)
+            raise
+
+    def backward_ended(self, micro_batch: MicroBatch) -> None:
+        """Completes the sum after the last backward pass."""
+        super().backward_ended(micro_batch)
+        if not self._step.micro_batch.last:
+            return
+        try:
+            self._complete_sum()
+        except RuntimeError as error:
+            self._raise_if_parameters_changed(error)
+            raise
+
+    def _complete_sum(self) -> None:
+        """Writes the mean gradient of all virtual ranks to the parameters."""
+        self._move_gradients_to_sums(self._step.micro_batch)
+        if not self._partial_sums:  # no virtual rank had a gradient that counts
+            return
+
+        # After the last virtual rank all partial sums are merged into one: a list with the sum of
+        # each parameter's gradients, or None for a parameter that was not used.
+        (gradients,) = self._partial_sums
+        self._partial_sums.clear()
+
+        # The mean over the virtual ranks, in place.
+        used = [gradient for gradient in gradients if gradient is not None]
+        if used:
+            multiply_each(used, 1.0 / self.tree.num_virtual_ranks)
+
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _raise_if_parameters_changed(self, error: RuntimeError) -> None:
+        """Raises UsageError in place of torch's error if parameters were converted or moved.
+
+        Torch adds gradients of one device only, and assigns them to parameters of their dtype.
+        """
+        if isinstance(error, LockstepError):
+            return
+        changes: list[str] = []
+        for parameter, (name, dtype, device) in zip(
+            self._parameters, self._kinds_in_prepare, strict=True
+        ):
+            change = describe_change_of_kind(name, parameter, dtype, device)
+            if change and parameter.requires_grad:
+                changes.append(change)
+        if changes:
+            raise not_averaged_error(changes) from error
+
+
+class _ParameterKind(NamedTuple):
+    """The name of a parameter, and its dtype and device in `World.prepare`."""
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
 
 
 def _merge(left: Gradients, right: Gradients) -> None:

@@ -25,7 +25,12 @@ from lockstep.errors import warn_about
 from lockstep.extensions.checks.base import Check
 from lockstep.optim.precision import Precision
 from lockstep.session.check_schedule import check_due
-from lockstep.strategies.base import PreparedModule, changed_parameters_error
+from lockstep.strategies.base import (
+    PreparedModule,
+    changed_parameters_error,
+    describe_change_of_kind,
+    not_averaged_error,
+)
 from lockstep.wording import join_first
 
 
@@ -64,6 +69,16 @@ class PreparedParameters(NamedTuple):
     """The first and the last of the parameters that may be trained, and of those that may not."""
 
 
+class Change(NamedTuple):
+    """A change of a trained parameter since `World.prepare`."""
+
+    text: str
+    """The name of the parameter and how it was changed, for example "fc.weight unfrozen"."""
+    harms_virtual_ranks: bool
+    """True if virtual ranks on one process are trained wrongly. They do sum the gradients of an
+    unfrozen parameter, since the sum has all parameters that the module had in `prepare`."""
+
+
 class ParameterCheck(Check):
     """Checks that the trained parameters of prepared modules have not changed."""
 
@@ -72,6 +87,8 @@ class ParameterCheck(Check):
         self._prepared: dict[int, PreparedParameters] = {}
         """By the id of the module."""
         self._has_warned = False
+        self._has_several_processes = not run.collectives.single_process
+        self._has_virtual_ranks = run.settings.virtual_ranks is not None
 
     def module_prepared(self, wrapped: PreparedModule) -> None:
         """Records the parameters of a module as they are now."""
@@ -93,10 +110,12 @@ class ParameterCheck(Check):
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Raises an error if trained parameters have changed since `World.prepare`.
 
-        In a run of one process, such a change does no harm, so this only warns, and only once.
+        In a run of one process without virtual ranks, such a change does no harm, so this only
+        warns, and only once.
 
         Raises:
-            UsageError: if a parameter has changed, and there are several processes.
+            UsageError: if a parameter has changed, and its gradient is not averaged over processes
+                or virtual ranks.
         """
         if self._has_warned:
             return
@@ -104,19 +123,20 @@ class ParameterCheck(Check):
         if not self._must_look_at_all() and not self._samples_have_changed(modules):
             return
 
-        changes: list[str] = []
+        changes: list[Change] = []
         for module in modules:
             changes += self._changes(module)
         if not changes:
             return
 
-        if not self.run.collectives.single_process:
-            effect = "their gradients are not averaged over the ranks"
-            raise changed_parameters_error(f"{join_first(changes)}; {effect}")
+        texts = [change.text for change in changes]
+        some_harm_virtual_ranks = any(change.harms_virtual_ranks for change in changes)
+        if self._has_several_processes or (self._has_virtual_ranks and some_harm_virtual_ranks):
+            raise not_averaged_error(texts)
 
         self._has_warned = True
         effect = "with several processes their gradients would not be averaged"
-        warn_about(changed_parameters_error(f"{join_first(changes)}; {effect}"))
+        warn_about(changed_parameters_error(f"{join_first(texts)}; {effect}"))
 
     def _must_look_at_all(self) -> bool:
         """Returns True if all parameters are looked at in this step, and not only a few of them.
@@ -131,7 +151,8 @@ class ParameterCheck(Check):
 
     def _samples_have_changed(self, modules: Sequence[nn.Module]) -> bool:
         """Returns True if sampled parameters of modules have changed, where that does harm."""
-        if self.run.collectives.single_process:
+        changes_may_harm = self._has_several_processes or self._has_virtual_ranks
+        if not changes_may_harm:
             return False
 
         for module in modules:
@@ -141,25 +162,27 @@ class ParameterCheck(Check):
                     return True
         return False
 
-    def _changes(self, module: nn.Module) -> list[str]:
-        """Describes each trained parameter that has changed, for example "fc.weight unfrozen"."""
+    def _changes(self, module: nn.Module) -> list[Change]:
+        """Returns how each trained parameter of a module has changed."""
         prepared = self._prepared[id(module)]
         to_plain_name = plain_name_function(module)  # "module.fc.weight" -> "fc.weight"
-        changes: list[str] = []
+        changes: list[Change] = []
         for full_name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 continue
             name = to_plain_name(full_name)
             before = prepared.state_of_parameter.get(parameter)
             if before is None:  # the parameter is an object that did not exist in `prepare`
-                change = "replaced" if name in prepared.names else "added"
-                changes.append(f"{name} {change}")
-            elif not before.may_be_trained:
-                changes.append(f"{name} unfrozen")
-            elif parameter.dtype != before.dtype:
-                changes.append(f"{name} now {parameter.dtype}, was {before.dtype}")
-            elif parameter.device != before.device:
-                changes.append(f"{name} now on {parameter.device}, was on {before.device}")
+                how = "replaced" if name in prepared.names else "added"
+                changes.append(Change(f"{name} {how}", harms_virtual_ranks=True))
+                continue
+
+            change_of_kind = describe_change_of_kind(name, parameter, before.dtype, before.device)
+            if not before.may_be_trained:
+                is_converted = change_of_kind != ""
+                changes.append(Change(f"{name} unfrozen", harms_virtual_ranks=is_converted))
+            elif change_of_kind:
+                changes.append(Change(change_of_kind, harms_virtual_ranks=True))
         return changes
 
 
