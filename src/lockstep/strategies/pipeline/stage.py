@@ -472,12 +472,12 @@ def _move_to_stages(
     """
     parameters_on_other_ranks: list[nn.Parameter] = []
     for module_name, part in module.named_modules():
-        stages_of_parameters = {}
-        for attribute, _ in part.named_parameters(recurse=False, remove_duplicate=False):
-            path = f"{module_name}.{attribute}" if module_name else attribute
-            stages_of_parameters[attribute] = split.stage_of(path)
-        here = {name for name, stage in stages_of_parameters.items() if stage in stages}
-        parameters_on_other_ranks += _move_parameters(part, here, device)
+        names_here: set[str] = set()
+        for name, _ in part.named_parameters(recurse=False, remove_duplicate=False):
+            path = f"{module_name}.{name}" if module_name else name
+            if split.stage_of(path) in stages:
+                names_here.add(name)
+        parameters_on_other_ranks += _move_parameters(part, names_here, device)
 
         # A module with parts in several stages has no stage (None). All ranks need its buffers.
         stage = split.stage_of(module_name)
@@ -488,13 +488,13 @@ def _move_to_stages(
 
 
 def _move_parameters(
-    part: nn.Module, here: Collection[str], device: torch.device
+    part: nn.Module, names_here: Collection[str], device: torch.device
 ) -> list[nn.Parameter]:
     """Moves some parameters of a module to a device, and all others to the meta device.
 
     Args:
         part: the module that has the parameters, in itself and not in a submodule.
-        here: the names of the parameters to move to the device.
+        names_here: the names of the parameters to move to the device.
         device: the device.
 
     Returns:
@@ -503,7 +503,7 @@ def _move_parameters(
     parameters_here: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-        if name in here:
+        if name in names_here:
             parameters_here.append(parameter)
             continue
 
