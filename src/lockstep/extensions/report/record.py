@@ -177,7 +177,7 @@ class Recorder(Extension):
         if self._num_steps > 0 and not gpu_may_hang:
             last_step = self._step.number - 1  # counted from 0
             self._end_row(last_step)
-        self._finish_pending(wait=not gpu_may_hang)
+        self._finish_pending(wait=not failed)
 
         end: dict[str, Any] = {"end": "failed" if failed else "ok", "time": time.time()}
         if self._pending or self._has_lost_lines:
