@@ -22,6 +22,7 @@ import lockstep
 from lockstep.errors import LockstepWarning
 from lockstep.extensions.checks.sums_of_script import (
     divides_sum_by_length,
+    divides_sum_by_number,
     lines_mention_number_of_ranks,
 )
 
@@ -221,6 +222,12 @@ def evaluation_loader_not_prepared_and_a_loss(world: lockstep.World) -> None:
     world.sum(losses(model, plain_test()) / TEST_SAMPLES)
 
 
+def evaluation_loader_not_prepared_and_two_sums(world: lockstep.World) -> None:
+    model = trained(world)
+    found, count = world.sum((hits(model, plain_test()), TEST_SAMPLES))
+    world.print(f"{100 * int(found) / 33:.1f} % of {count}")  # TEST_SAMPLES
+
+
 def rank_0_over_a_prepared_loader(world: lockstep.World) -> None:
     model, test = trained(world), world.prepare(plain_test())
     if world.is_main:
@@ -289,6 +296,9 @@ MISTAKES: dict[Use, str] = {
     evaluation_loader_not_prepared_and_counts_by_class: "LS501 world.sum(counts * 2)",
     evaluation_loader_not_prepared_and_a_loss: (
         "LS501 world.sum(losses(model, plain_test()) / TEST_SAMPLES)"
+    ),
+    evaluation_loader_not_prepared_and_two_sums: (
+        "LS501 found, count = world.sum((hits(model, plain_test()), TEST_SAMPLES))"
     ),
     rank_0_over_a_prepared_loader: f"LS501 {_HITS}",
     rank_1_over_a_prepared_loader_at_the_end: f"LS501 {_HITS}",
@@ -497,6 +507,8 @@ def every_rank_evaluates_all(world: lockstep.World) -> None:
     world.sum(hits(model, plain_test()))
     world.sum(TEST_SAMPLES)  # a quotient of two sums
     world.sum(torch.tensor([float(hits(model, plain_test())), float(TEST_SAMPLES)]))
+    found, count = world.sum((hits(model, plain_test()), TEST_SAMPLES))
+    assert int(found) / count <= 33 / 33
     world.sum(losses(model, plain_test())) / world.size
     total = world.sum(hits(model, plain_test()))
     assert int(total) // world.size <= TEST_SAMPLES
@@ -518,7 +530,8 @@ def every_other_batch_by_hand(world: lockstep.World) -> None:
     for number, (x, _) in enumerate(plain_test()):
         if number % world.size == world.rank:
             count += len(x)
-    world.sum({"hits": 5, "samples": count})
+    sums = world.sum({"hits": 5, "samples": count})
+    assert sums["hits"] / 33 < 1  # TEST_SAMPLES: each sample was counted once
 
 
 def in_turn_over_a_prepared_loader(world: lockstep.World) -> None:
@@ -635,6 +648,7 @@ ALWAYS_TRIED: list[Use] = [
     model_not_prepared_in_a_short_training,
     optimizer_not_prepared,
     evaluation_loader_not_prepared,
+    evaluation_loader_not_prepared_and_two_sums,
     rank_1_over_a_prepared_loader_at_the_end,
     training_over_the_unprepared_loader,
     means_of_batches_summed,
@@ -717,6 +731,32 @@ def test_a_script_that_divides_by_the_number_of_ranks_is_recognised(division):
     assert lines_mention_number_of_ranks(source, 1, 3)
     assert not lines_mention_number_of_ranks(source, 1, 2)
     assert not divides_sum_by_length(f"print(world.sum(hits) / len(test) {division})", 1, 1)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "rate = world.sum((hits, n))[0] / 33",
+        "hits, n = world.sum((hits, n))\nprint(100 * hits.item() / 33.0)",
+        "sums = world.sum(\n    [hits, n]\n)\n\n\n\n\n\nrate = sums[0] / 33",
+    ],
+)
+def test_a_sum_divided_by_a_number_that_is_spelt_out_is_found_in_the_source(source):
+    assert divides_sum_by_number(source, 1, num_lines=6, number=33)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "hits, n = world.sum((hits, n))\nprint(hits / n)",
+        "hits, n = world.sum((hits, n))\nprint(hits / 34)",
+        "hits, n = world.sum((hits, n))\nprint(loss / 33)",
+        "hits, n = world.sum((hits, n))" + 7 * "\n" + "print(hits / 33)",  # too far away
+        "world.sum(",
+    ],
+)
+def test_another_division_is_none_of_the_sum_by_that_number(source):
+    assert not divides_sum_by_number(source, 1, num_lines=6, number=33)
 
 
 def test_the_size_of_a_tensor_is_not_the_number_of_ranks():

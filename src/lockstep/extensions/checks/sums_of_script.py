@@ -64,6 +64,34 @@ def lines_mention_number_of_ranks(source: str, first_line: int, num_lines: int) 
     return any(node.lineno in lines for node in _numbers_of_ranks(tree))
 
 
+def divides_sum_by_number(source: str, sum_line: int, num_lines: int, number: int) -> bool:
+    """Returns True if a script divides a sum over the ranks by a number that it spells out.
+
+    With the number 10000, that is `world.sum(hits) / 10000`, or `hits, n = world.sum((hits, n))`
+    and then `100 * hits.item() / 10000`.
+
+    Args:
+        source: text of the script.
+        sum_line: line that called `world.sum`, from 1.
+        num_lines: how many lines are read after the statement of that line.
+        number: the number.
+    """
+    tree = parse_source(source)
+    if tree is None:
+        return False
+    sum_statement = _simple_statement_at(tree, sum_line)
+    if sum_statement is None:
+        return False
+
+    end_of_statement = sum_statement.end_lineno or sum_line
+    lines = range(sum_statement.lineno, end_of_statement + num_lines + 1)
+    sums = _assigned_names(sum_statement)
+    for division in _divisions_by_number(tree, number):
+        if division.lineno in lines and (_has_sum(division.left) or _uses(division.left, sums)):
+            return True
+    return False
+
+
 def divides_sum_by_length(source: str, sum_line: int, length_line: int) -> bool:
     """Returns True if a script divides a sum over the ranks by the length of a loader.
 
@@ -129,11 +157,7 @@ def _divides_then_sums(length_statement: ast.stmt, sum_statement: ast.stmt) -> b
     if not any(_divisions_by_length(length_statement)):
         return False
     means = _assigned_names(length_statement)
-    for call in _sum_calls(sum_statement):
-        for node in ast.walk(call):
-            if isinstance(node, ast.Name) and node.id in means:
-                return True
-    return False
+    return any(_uses(call, means) for call in _sum_calls(sum_statement))
 
 
 def _simple_statement_at(tree: ast.Module, line: int) -> ast.stmt | None:
@@ -178,6 +202,15 @@ def _divisions_by_length(node: ast.AST) -> Iterator[ast.BinOp]:
             yield part
 
 
+def _divisions_by_number(node: ast.AST, number: int) -> Iterator[ast.BinOp]:
+    """Yields all divisions by a number that is spelt out, such as `... / 10000`, within a node."""
+    for part in ast.walk(node):
+        if not isinstance(part, ast.BinOp) or not isinstance(part.op, ast.Div):
+            continue
+        if isinstance(part.right, ast.Constant) and part.right.value == number:
+            yield part
+
+
 def _is_length(node: ast.AST) -> bool:
     """Returns True if a node is a call `len(...)`."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len"
@@ -195,6 +228,11 @@ def _sum_calls(node: ast.AST) -> Iterator[ast.Call]:
 def _has_sum(node: ast.AST) -> bool:
     """Returns True if a node contains a call such as `world.sum(x)`."""
     return any(True for _ in _sum_calls(node))
+
+
+def _uses(node: ast.AST, names: set[str]) -> bool:
+    """Returns True if a node contains one of these variables."""
+    return any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node))
 
 
 def _is_in_argument_of_sum(statement: ast.stmt, division: ast.BinOp) -> bool:

@@ -20,7 +20,11 @@ from lockstep.batch.unprepared import ReadPass, UnpreparedLoaders
 from lockstep.distributed.process_group import Run
 from lockstep.errors import warn
 from lockstep.extensions.checks.base import Check
-from lockstep.extensions.checks.sums_of_script import lines_mention_number_of_ranks, numbers_in
+from lockstep.extensions.checks.sums_of_script import (
+    divides_sum_by_number,
+    lines_mention_number_of_ranks,
+    numbers_in,
+)
 from lockstep.optim.precision import Precision
 from lockstep.session.micro_batch import MicroBatch
 from lockstep.strategies.base import PreparedModule
@@ -157,7 +161,8 @@ class UnpreparedSumCheck(Check):
 
         - `world.sum(80)` is 160. This sum is doubtful, as every sample counts twice.
         - `world.sum(100)` is 200. The script also sums the number of samples, so it computes
-          160 / 200, which is right. Then no sum after this pass is doubtful.
+          160 / 200, which is right. Then no sum after this pass is doubtful. But if the script sums
+          both and divides by the number itself, `world.sum((80, 100))[0] / 100`, it is wrong.
 
         Args:
             value: the nest of tensors and numbers that this rank has given to the sum.
@@ -172,7 +177,8 @@ class UnpreparedSumCheck(Check):
 
         numbers = list(zip(numbers_in(value), numbers_in(total), strict=True))
         num_samples = latest_pass.samples
-        if _sums_sample_count(numbers, num_samples):
+        is_quotient_of_sums = _sums_sample_count(numbers, num_samples)
+        if is_quotient_of_sums and not _divides_by_own_count(numbers, num_samples):
             self._has_summed_sample_counts = True
             self._doubtful_sum = None
             return
@@ -233,6 +239,25 @@ def counts_repeatedly(local_value: float, total: float, size: int, samples: int)
     # samples, some were counted on several ranks.
     may_be_count = local_value > 0 and local_value == int(local_value)
     return may_be_count and total > samples
+
+
+def _divides_by_own_count(numbers: Sequence[tuple[float, float]], num_samples: int) -> bool:
+    """Returns True if the script divides a sum by the samples of one rank, not by their sum.
+
+    Each of 2 ranks has counted 100 samples, of which 80 are correct. The script sums both numbers,
+    but divides by a number that it spells out: `world.sum((80, 100))[0] / 100` is 1.6.
+
+    Args:
+        numbers: what this rank has given to the sum, each with the sum over the ranks.
+        num_samples: how many samples every rank has read.
+    """
+    rank_has_counted_all = any(local_value == num_samples for local_value, _ in numbers)
+    location = user_location()
+    if location is None or not rank_has_counted_all:
+        return False
+    file, sum_line = location
+    source = "".join(linecache.getlines(file))
+    return divides_sum_by_number(source, sum_line, MAX_LINES_AFTER_SUM, num_samples)
 
 
 def _mentions_number_of_ranks(location: Location | None) -> bool:
