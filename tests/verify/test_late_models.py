@@ -142,11 +142,11 @@ def run(*models_of_ranks: str) -> list[Update]:
             `Net#2` is b.
     """
     records = []
-    for models in models_of_ranks:
+    for rank, models in enumerate(models_of_ranks):
         roots = [f"Net#{number}" if number > 1 else "Net" for number in range(1, len(models) + 1)]
         sums = {f"{root}/w": SUMS[model] for root, model in zip(roots, models, strict=True)}
-        records.append(RankUpdate(parameter_sums=sums, gradients=dict(sums)))
-    return [Update([RankUpdate()] * len(records)), Update(records)]
+        records.append(RankUpdate(rank=rank, parameter_sums=sums, gradients=dict(sums)))
+    return [Update(RankUpdate(rank=record.rank) for record in records), Update(records)]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from torch import nn
 
 from lockstep.strategies.base import parameters_of
 from lockstep.verify.divergence import Divergence
-from lockstep.verify.names import align_names, rename_tensors
+from lockstep.verify.names import align_names, name_of_replica, rename_tensors
 from lockstep.verify.recording.models import Models
 from lockstep.verify.rules.local_gradients import LocalGradients, exchanged_inside_step
 from lockstep.verify.rules.optimizer import other_optimizer
@@ -153,16 +155,71 @@ def test_two_trained_copies_are_told_apart_by_their_places_in_the_optimizer() ->
 
 
 def test_a_rank_that_calls_models_in_an_order_of_its_own_has_the_names_of_the_reference() -> None:
-    def with_values(first: float, second: float) -> RankUpdate:
-        return RankUpdate(initial={"Net/w": first * WEIGHT, "Net#2/w": second * WEIGHT})
+    def with_values(rank: int, first: float, second: float) -> RankUpdate:
+        initial = {"Net/w": first * WEIGHT, "Net#2/w": second * WEIGHT}
+        return RankUpdate(rank=rank, initial=initial)
 
-    reference_run = [Update([with_values(1.0, 2.0)])]
-    several = [Update([with_values(1.0, 2.0), with_values(2.0, 1.0)])]
+    reference_run = [Update([with_values(0, 1.0, 2.0)])]
+    several = [Update([with_values(0, 1.0, 2.0), with_values(1, 2.0, 1.0)])]
     sums = [{"Net/w": np.ones(2)}, {"Net#2/w": np.ones(2)}]
     run = align_names(reference_run, several, sums)
     for record in run.updates[0]:
         assert np.array_equal(record.initial["Net/w"], WEIGHT)
     assert [[*each] for each in run.final_sums] == [["Net/w"], ["Net/w"]]
+
+
+def replicas_of(roots_of_ranks: Sequence[tuple[str, str]], num_common: int) -> list[Update]:
+    """Updates of DiLoCo with two replicas on each rank, of which the first still train together.
+
+    Args:
+        roots_of_ranks: for each rank, the names of the trained model and of its teacher.
+        num_common: number of the first updates, with one record for each rank.
+    """
+    updates = []
+    for number in range(3):
+        records = []
+        for rank, (model, teacher) in enumerate(roots_of_ranks):
+            values = {f"{model}/w": WEIGHT, f"{teacher}/w": 2 * WEIGHT}
+            whole = RankUpdate(
+                rank=rank,
+                initial={} if number else values,
+                parameter_sums=values,
+                gradients={f"{model}/w": WEIGHT},
+            )
+            if number < num_common:
+                records.append(whole)
+                continue
+            for replica in (2 * rank, 2 * rank + 1):
+                records.append(rename_tensors(whole, partial(name_of_replica, replica=replica)))
+        updates.append(Update(records))
+    return updates
+
+
+@pytest.mark.parametrize("num_common", [0, 2])
+@pytest.mark.parametrize(
+    "roots_of_ranks",
+    [
+        [("Net", "Net#2"), ("Net#2", "Net")],  # the second rank calls the teacher first
+        [("Net#2", "Net"), ("Net#2", "Net")],
+        [("Wrapper", "Net"), ("Wrapper", "Net")],  # the model is wrapped on several processes only
+    ],
+)
+def test_replicas_have_the_names_of_the_reference(
+    roots_of_ranks: list[tuple[str, str]], num_common: int
+) -> None:
+    models = ("Net", "Net#2") if roots_of_ranks[0][0] != "Wrapper" else ("Net#2", "Net")
+    reference_run = []
+    for update in replicas_of([models] * 2, num_common):
+        records = [replace(record, rank=0) for record in update]
+        reference_run.append(Update(records[:1] if len(records) == 2 else records))
+
+    several = replicas_of(roots_of_ranks, num_common)
+    run = align_names(reference_run, several, [several[-1][0].gradients] * 2)
+    for update in run.updates:
+        for replica, record in enumerate(update):
+            suffix = f" (replica {replica})" if len(update) == 4 else ""
+            assert list(record.gradients) == [f"{models[0]}/w{suffix}"]
+            assert {*record.parameter_sums} == {f"{model}/w{suffix}" for model in models}
 
 
 def test_what_a_module_keeps_is_renamed_with_its_parameters() -> None:

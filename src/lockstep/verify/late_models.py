@@ -9,12 +9,13 @@ model is met, a parameter is named by its *place*, such as "/parameter 3 of opti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lockstep.verify.joined_parts import belongs_only_to_optimizer
-from lockstep.verify.names import AlignedRun, rename_tensors
+from lockstep.verify.names import AlignedRun, num_ranks_of, split_replica
 from lockstep.verify.training_record import RankUpdate, Update
 
 FIELDS_OF_MET_MODELS = ("initial", "buffers")
@@ -40,14 +41,11 @@ def with_names_of_models(run: AlignedRun, other_run: Sequence[Update] = ()) -> A
         return run
 
     names_in_other_run: dict[PlaceInOptimizer, str] = {}
-    most_records_of_other_run = max((len(update) for update in other_run), default=0)
-    for rank in reversed(range(most_records_of_other_run)):  # names of lower ranks win
+    for rank in reversed(range(num_ranks_of(other_run))):  # names of lower ranks win
         names_in_other_run |= _names_by_place(other_run, rank)
 
-    # In the first updates under DiLoCo, one record may stand for all replicas of a process.
-    most_records = max(len(update) for update in run.updates)
     new_names_of_rank = []
-    for rank in range(most_records):
+    for rank in range(num_ranks_of(run.updates)):
         # If the rank has a parameter of that name too, then its optimizer has another one. For
         # example, the model was replaced after the optimizer had been constructed.
         names_on_rank = _names_of_parameters(run.updates, rank)
@@ -59,45 +57,40 @@ def with_names_of_models(run: AlignedRun, other_run: Sequence[Update] = ()) -> A
         names_by_place |= _names_by_place(run.updates, rank)  # those of this run win
         new_names_of_rank.append(_new_names(run.updates, rank, names_by_place))
 
-    updates = []
-    for update in run.updates:
-        records = []
-        for record, new_names in zip(update, new_names_of_rank, strict=False):
-            records.append(_renamed(record, new_names) if new_names else record)
-        updates.append(Update(records))
+    if not any(new_names_of_rank):
+        return run
+    return run.renamed([partial(_with_name_of_model, names) for names in new_names_of_rank])
 
-    final_sums = []
-    for sums, new_names in zip(run.final_sums, new_names_of_rank, strict=False):
-        final_sums.append({new_names.get(name, name): array for name, array in sums.items()})
 
-    return AlignedRun(updates, final_sums)
+def _records_of(run: Sequence[Update], rank: int) -> Iterator[RankUpdate]:
+    """Yields the records of a rank: in each update one, or one for each of its replicas."""
+    for update in run:
+        for record in update:
+            if record.rank == rank:
+                yield record
 
 
 def _names_of_parameters(run: Sequence[Update], rank: int) -> set[str]:
-    """Returns the names of all parameters that a rank has in some update."""
+    """Returns the names of all parameters that a rank has in some update, without replicas."""
     names: set[str] = set()
-    for update in run:
-        if rank < len(update):
-            record = update[rank]
-            names |= record.initial.keys()  # those of sharded models are recorded here only
-            names |= record.parameter_sums.keys()
+    for record in _records_of(run, rank):
+        # The names of sharded parameters are only in `initial`.
+        for name in (*record.initial, *record.parameter_sums):
+            names.add(split_replica(name)[0])
     return names
 
 
 def _names_by_place(run: Sequence[Update], rank: int) -> dict[PlaceInOptimizer, str]:
     """Returns the name of each parameter of a rank's optimizers, if its model was met.
 
-    It is the last name that the parameter had, such as "Net/weight" for (0, 1): parameter 1 of
-    optimizer 0.
+    It is the last name that the parameter had, without its replica, such as "Net/weight" for
+    (0, 1): parameter 1 of optimizer 0.
     """
     names = {}
-    for update in run:
-        if rank >= len(update):
-            continue
-        record = update[rank]
+    for record in _records_of(run, rank):
         for index, name in enumerate(record.optimizer_parameters):
             if name and not belongs_only_to_optimizer(name):
-                names[record.optimizer, index] = name
+                names[record.optimizer, index] = split_replica(name)[0]
     return names
 
 
@@ -112,20 +105,18 @@ def _new_names(
         names_by_place: for a parameter of an optimizer, its name in its model.
     """
     new_names: dict[str, str] = {}
-    for update in run:
-        if rank >= len(update):
-            continue
-        record = update[rank]
+    for record in _records_of(run, rank):
         for index, name in enumerate(record.optimizer_parameters):
             new_name = names_by_place.get((record.optimizer, index))
             if belongs_only_to_optimizer(name) and new_name is not None:
-                new_names[name] = new_name
+                new_names[split_replica(name)[0]] = new_name
     return new_names
 
 
-def _renamed(record: RankUpdate, new_names: Mapping[str, str]) -> RankUpdate:
-    """Returns the record of a rank in which some tensors have new names."""
-    return rename_tensors(record, lambda name: new_names.get(name, name))
+def _with_name_of_model(new_names: Mapping[str, str], name: str) -> str:
+    """Returns the new name of a tensor; the same name if it has none. Its replica stays."""
+    name_without_replica, replica = split_replica(name)
+    return new_names.get(name_without_replica, name_without_replica) + replica
 
 
 def without_models_met_by_one_run(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -140,7 +139,10 @@ def _line_up_in_order(ranks: Sequence[list[Step]]) -> list[Update]:
 
 def _join_steps(steps_of_ranks: Sequence[Step]) -> Update:
     """Returns the update that consists of one step of each rank, with the records of all ranks."""
-    return Update(chain(*steps_of_ranks))
+    records = []
+    for rank, step in enumerate(steps_of_ranks):
+        records += [replace(record, rank=rank) for record in step]
+    return Update(records)
 
 
 def _first_updates(steps: Sequence[Step]) -> dict[int, RankUpdate]:
@@ -406,14 +408,19 @@ def with_idle_ranks(updates: Sequence[Update], idle_ranks: Collection[int]) -> l
         idle_ranks: numbers of the ranks that have recorded nothing. The ranks in `updates` are
             numbered without them.
     """
+    if not updates:
+        return []
+
+    num_active_ranks = 1 + max(record.rank for record in updates[0])
+    num_ranks = num_active_ranks + len(idle_ranks)
+    active_ranks = [rank for rank in range(num_ranks) if rank not in idle_ranks]
+
     new_updates = []
     for update in updates:
-        records = list(update)
         some_record = update[0]  # all records have the same optimizer and number of the step
-
-        # In ascending order, so that all lower ranks are present when a rank is inserted.
-        for idle_rank in sorted(idle_ranks):
-            records.insert(idle_rank, missed_by(some_record))
+        records = [replace(missed_by(some_record), rank=rank) for rank in idle_ranks]
+        records += [replace(record, rank=active_ranks[record.rank]) for record in update]
+        records.sort(key=lambda record: record.rank)  # replicas of one rank stay in their order
         new_updates.append(Update(records))
 
     return new_updates

@@ -10,7 +10,7 @@ class may be numbered in another order. A run is a list of `Update`s (optimizer 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -50,6 +50,9 @@ FIELDS_WITH_VALUES = ("buffers", "parameters", "initial")
 TOLERANCE_OF_SUMS = Tolerance(relative=1e-6, absolute=0.0)
 """How far sums over the same parameters may be apart in two runs."""
 
+_REPLICA = " (replica "
+"""With DiLoCo, each process trains several replicas, whose tensors have names of their own."""
+
 Rename = Callable[[str], str]
 """A function that returns the new name for a name."""
 Parts = tuple[str, ...]
@@ -72,9 +75,7 @@ class AlignedRun:
         """
         updates = []
         for update in self.updates:
-            records = []
-            for record, change in zip(update, change_of_rank, strict=True):
-                records.append(rename_tensors(record, change))
+            records = [rename_tensors(record, change_of_rank[record.rank]) for record in update]
             updates.append(Update(records))
 
         # The run may be given without final sums. Then there are none for any rank.
@@ -126,8 +127,16 @@ def align_names(
     new_modules = _new_modules(new_names)
     unchanged_names = {name: name for name in other_tensors if name in reference_tensors}
     change = partial(_with_new_name, unchanged_names | new_names, new_modules)
-    num_ranks = len(other[0])
-    return run.renamed([change] * num_ranks)
+    return run.renamed([change] * num_ranks_of(other))
+
+
+def num_ranks_of(run: Sequence[Update]) -> int:
+    """Returns the number of ranks of a run. Each has one record in an update, or several replicas.
+
+    With DiLoCo, the number of records may change: in the first updates, all replicas of a rank may
+    still be one model.
+    """
+    return 1 + max((record.rank for update in run for record in update), default=-1)
 
 
 def _new_names(
@@ -321,7 +330,8 @@ class _ModelHistory:
     # Parameters before the first update, by their path in the model, such as "layer.weight". Empty
     # if the script has called the model for the first time after that.
     initial: dict[str, Array] = field(default_factory=dict)
-    # Two numbers for each parameter before an update, by the index of the update and by path.
+    # Two numbers for each parameter before an update, by the index of the update and by path. Here,
+    # a path names its replica too, since each replica has other values: "layer.weight (replica 2)".
     sums: dict[int, dict[str, Array]] = field(default_factory=dict)
     # The paths of parameters that do not require gradients.
     frozen: set[str] = field(default_factory=set)
@@ -346,8 +356,8 @@ def _new_roots_of_ranks(
     models_of_all_ranks = _models_by_class(other)
 
     new_roots_of_rank = []
-    for rank in range(len(other[0])):
-        only_this_rank = [Update([update[rank]]) for update in other]
+    for rank in range(num_ranks_of(other)):
+        only_this_rank = [Update(r for r in update if r.rank == rank) for update in other]
         new_roots: dict[str, str] = {}
         for class_name, models_of_rank in _models_by_class(only_this_rank).items():
             candidates = reference_models[class_name]
@@ -424,18 +434,30 @@ def _root_of_same_model(
     return root if root in roots else roots[0]
 
 
-def _have_same_values(one: _ModelHistory, other: _ModelHistory) -> bool:
-    """True if two models have the same values, when both runs have first recorded some of them."""
-    if one.initial and other.initial:
-        return _are_equal(one.initial, other.initial)
+def _have_same_values(candidate: _ModelHistory, model: _ModelHistory) -> bool:
+    """True if two models have the same values, when both runs have first recorded some of them.
+
+    Args:
+        candidate: a model of the reference, which trains all replicas.
+        model: a model of the other run, perhaps of a single rank, which trains some replicas.
+    """
+    if candidate.initial and model.initial:
+        return _are_equal(candidate.initial, model.initial)
 
     # One of the runs has called the model after its first update. Sums are compared before the
     # first update for which both runs know the model.
-    indices_in_both = one.sums.keys() & other.sums.keys()
+    indices_in_both = candidate.sums.keys() & model.sums.keys()
     if not indices_in_both:
         return False
     first_index = min(indices_in_both)
-    return _are_near(one.sums[first_index], other.sums[first_index])
+    sums = model.sums[first_index]
+    return _are_near(_of_same_replicas(candidate.sums[first_index], sums), sums)
+
+
+def _of_same_replicas(arrays: Mapping[str, Array], others: Iterable[str]) -> dict[str, Array]:
+    """Returns the arrays of those replicas that some of the other names belong to."""
+    replicas = {split_replica(name)[1] for name in others}
+    return {name: array for name, array in arrays.items() if split_replica(name)[1] in replicas}
 
 
 def _with_unused_roots(
@@ -479,6 +501,20 @@ def _split_root(name: str) -> tuple[str, str]:
     return root, path
 
 
+def name_of_replica(name: str, replica: int) -> str:
+    """Returns the name of a tensor of one of several replicas: "Net/weight (replica 2)"."""
+    return f"{name}{_REPLICA}{replica})"
+
+
+def split_replica(name: str) -> tuple[str, str]:
+    """Splits a name such as "Net/weight (replica 2)" into "Net/weight" and " (replica 2)".
+
+    The second part is empty for a tensor that has no replicas.
+    """
+    tensor_name, separator, number = name.partition(_REPLICA)
+    return tensor_name, separator + number
+
+
 def _with_root(new_roots: Mapping[str, str], name: str) -> str:
     """Returns the name of a tensor with the new root of its model, if there is one."""
     root, path = _split_root(name)
@@ -497,7 +533,7 @@ def _models_by_class(updates: Sequence[Update]) -> dict[str, dict[str, _ModelHis
     models: dict[str, _ModelHistory] = defaultdict(_ModelHistory)
     for index, update in enumerate(updates):
         for name, array in update.merged("initial").items():
-            root, path = _split_root(name)
+            root, path = _split_root(split_replica(name)[0])
             models[root].initial[path] = array
 
         for name, sums in update.merged("parameter_sums").items():
@@ -511,12 +547,12 @@ def _models_by_class(updates: Sequence[Update]) -> dict[str, dict[str, _ModelHis
     # A model without recorded values is left out, since nothing is known by which it could be
     # recognized.
     for name in frozen_names:
-        root, path = _split_root(name)
+        root, path = _split_root(split_replica(name)[0])
         if root in models:
             models[root].frozen.add(path)
 
     for name, place in _places_in_optimizers(updates).items():
-        root, path = _split_root(name)
+        root, path = _split_root(split_replica(name)[0])
         if root in models:
             models[root].places[path] = place
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lockstep.errors import LockstepError
 from lockstep.run.watch.error_record import describe_error
-from lockstep.verify.names import rename_tensors
+from lockstep.verify.names import name_of_replica, rename_tensors
 from lockstep.verify.run_config import MIN_STEPS
 from lockstep.verify.training_record import Place, RankUpdate
 from lockstep.verify.unsupported import not_recorded_error
@@ -118,7 +118,7 @@ class UpdateWriter:
             )
 
         if replica is not None:
-            update = rename_tensors(update, lambda name: f"{name} (replica {replica})")
+            update = rename_tensors(update, lambda name: name_of_replica(name, replica))
 
         incomplete = self.folder / "unfinished"
         with incomplete.open("wb") as file:

@@ -118,8 +118,10 @@ class Forward:
 
 @dataclass(kw_only=True)
 class StepRecord:
-    """Which step of which optimizer the update is."""
+    """Which step of which optimizer the update is, and on which rank."""
 
+    # Set when the records of all ranks are aligned.
+    rank: int = 0
     # Number of the optimizer, in the order of first steps.
     optimizer: int = 0
     optimizer_class: str = ""
