@@ -100,7 +100,7 @@ def read_all(chosen: KeptStep) -> dict[str, Any]:
     (ranks,) = chosen.complete_sets
     paths = [chosen.copies_of(rank)[0].path for rank in ranks]
     random_states = [read_random_state(path) for path in paths]
-    step = read_step(paths, ["model"], random_states, lacks_shards=False)
+    step = read_step(paths, ["model"], random_states, only_local_shards=False)
     return copy_to_memory(step)
 
 

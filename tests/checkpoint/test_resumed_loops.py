@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import lockstep
 
@@ -195,3 +195,210 @@ def test_a_resumed_run_does_not_warn_of_a_loader_that_goes_on(
 ) -> None:
     for has_checkpoint in (False, True):
         assert train_one_step(tmp_path, save, **how) == has_checkpoint
+
+
+class FirstRun:
+    """A run in one process that has resumed nothing; `train` steps with batches of loaders."""
+
+    def __init__(self, folder: Path, world: Any, *loaders: Any) -> None:
+        model = nn.Linear(1, 1).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        self.world = world
+        self.folder = folder
+        self.model, self.optimizer, *self.loaders = world.prepare(model, optimizer, *loaders)
+        self.checkpoint: Any = None
+
+    def make_checkpoint(self, **objects: Any) -> None:
+        self.checkpoint = self.world.checkpoint(
+            self.folder, model=self.model, optimizer=self.optimizer, **objects
+        )
+        assert not self.checkpoint.resume()
+
+    def train(self, *batches: Any, saves: bool = False) -> None:
+        loss = sum(self.model(x).mean() for (x,) in batches)
+        self.world.backward(loss)
+        self.optimizer.step()
+        if saves:
+            self.checkpoint.save()
+
+
+def saves_in_the_epoch(run: FirstRun) -> None:
+    run.make_checkpoint()
+    for batch in run.loaders[0]:
+        run.train(batch, saves=True)
+
+
+def saves_after_each_epoch(run: FirstRun) -> None:
+    run.make_checkpoint()
+    for _ in run.world.epochs(3):
+        for batch in run.loaders[0]:
+            run.train(batch)
+        run.checkpoint.save()
+
+
+def saves_before_the_optimizer_steps(run: FirstRun) -> None:
+    run.make_checkpoint()
+    for batch in run.loaders[0]:
+        run.checkpoint.save()
+        run.train(batch)
+
+
+def saves_when_the_first_loader_is_used_up(run: FirstRun) -> None:
+    warmup, loader = run.loaders
+    run.make_checkpoint()
+    for batch in warmup:
+        run.train(batch)
+    run.checkpoint.save()
+    for batch in loader:
+        run.train(batch, saves=True)
+
+
+@pytest.mark.parametrize(
+    ("loop", "number"),
+    [
+        (saves_in_the_epoch, 0),
+        (saves_after_each_epoch, 0),
+        (saves_before_the_optimizer_steps, 0),
+        (saves_when_the_first_loader_is_used_up, 1),
+    ],
+)
+def test_a_first_run_warns_once_of_a_loader_that_is_trained_on_and_not_saved(
+    tmp_path: Path, loop: Callable[[FirstRun], None], number: int
+) -> None:
+    with lockstep.init(seed=0) as world:
+        run = FirstRun(tmp_path, world, numbers(0, 8), numbers(20, 8))
+        with pytest.warns(lockstep.errors.LockstepWarning) as said:
+            loop(run)
+    (warning,) = said
+    text = str(warning.message)
+    assert f"without loader {number}" in text
+    assert "a resumed run begins with its first epoch" in text
+    assert "start anew with world.checkpoint(..., loader=loader)" in text
+    assert warning.filename == __file__
+    line_of_warning = Path(__file__).read_text().splitlines()[warning.lineno - 1]
+    assert "self.world.checkpoint(" in line_of_warning
+
+
+def trains_on_two_at_a_time(run: FirstRun) -> None:
+    run.make_checkpoint()
+    for one, other in zip(*run.loaders, strict=True):
+        run.train(one, other, saves=True)
+
+
+def test_a_first_run_warns_of_both_loaders_of_a_zip(tmp_path: Path) -> None:
+    with lockstep.init(seed=0) as world:
+        run = FirstRun(tmp_path, world, numbers(0, 8), numbers(20, 8))
+        with pytest.warns(lockstep.errors.LockstepWarning) as said:
+            trains_on_two_at_a_time(run)
+    texts = [str(warning.message) for warning in said]
+    assert len(texts) == 2
+    assert "without loader 0" in texts[0]
+    assert "without loader 1" in texts[1]
+
+
+def evaluates_with_gradients(run: FirstRun) -> None:
+    trained, evaluated = run.loaders
+    run.make_checkpoint(trained=trained)
+    evaluations = iter(evaluated)
+    for batch in trained:
+        run.train(batch, saves=True)
+        (x,) = next(evaluations)
+        run.model(x)
+
+
+def uses_one_up_before_the_first_save(run: FirstRun) -> None:
+    warmup, loader = run.loaders
+    run.make_checkpoint(loader=loader)
+    warmup_batches = iter(warmup)
+    for _ in range(3):  # the iterator stays open
+        run.train(next(warmup_batches))
+    for batch in loader:
+        run.train(batch, saves=True)
+
+
+def begins_with_one_after_the_save(run: FirstRun) -> None:
+    run.make_checkpoint()
+    run.checkpoint.save()
+    for batch in run.loaders[0]:
+        run.train(batch)
+
+
+def saves_once_at_the_end(run: FirstRun) -> None:
+    run.make_checkpoint()
+    for position, batch in enumerate(run.loaders[0]):
+        run.train(batch)
+        if position == 2:
+            run.checkpoint.save()
+            break
+
+
+def saves_after_the_loop(run: FirstRun) -> None:
+    run.make_checkpoint()
+    for batch in run.loaders[0]:
+        run.train(batch)
+    run.checkpoint.save()
+
+
+def sets_the_epochs_itself(run: FirstRun) -> None:
+    run.make_checkpoint()
+    for epoch in range(3):
+        run.loaders[0].sampler.set_epoch(epoch)
+        for batch in run.loaders[0]:
+            run.train(batch)
+        run.checkpoint.save()
+
+
+def saves_the_state_in_an_object_of_its_own(run: FirstRun) -> None:
+    run.make_checkpoint(own=LoaderState(run.loaders[0]))
+    for batch in run.loaders[0]:
+        run.train(batch, saves=True)
+
+
+def saves_weights_alone(run: FirstRun) -> None:
+    run.checkpoint = run.world.checkpoint(run.folder, model=run.model)
+    for batch in run.loaders[0]:
+        run.train(batch, saves=True)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        evaluates_with_gradients,
+        uses_one_up_before_the_first_save,
+        begins_with_one_after_the_save,
+        saves_once_at_the_end,
+        saves_after_the_loop,
+        sets_the_epochs_itself,
+        saves_the_state_in_an_object_of_its_own,
+        saves_weights_alone,
+    ],
+)
+def test_a_first_run_does_not_warn_of_a_loader_whose_position_is_not_needed(
+    tmp_path: Path, loop: Callable[[FirstRun], None]
+) -> None:
+    with lockstep.init(seed=0) as world:
+        loop(FirstRun(tmp_path, world, numbers(0, 8), numbers(20, 8)))
+
+
+def in_one_batch() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(8).double()[:, None]), batch_size=8)
+
+
+def with_replacement() -> DataLoader[Any]:
+    data = TensorDataset(torch.arange(8).double()[:, None])
+    sampler = RandomSampler(data, replacement=True, generator=torch.Generator().manual_seed(0))
+    return DataLoader(data, batch_size=BATCH, sampler=sampler)
+
+
+@pytest.mark.parametrize("make", [in_one_batch, with_replacement])
+def test_neither_run_warns_of_a_loader_whose_position_does_not_matter(
+    tmp_path: Path, make: Callable[[], DataLoader[Any]]
+) -> None:
+    for has_checkpoint in (False, True):
+        with lockstep.init(seed=0) as world:
+            run = FirstRun(tmp_path, world, make())
+            run.checkpoint = world.checkpoint(tmp_path, model=run.model, optimizer=run.optimizer)
+            assert run.checkpoint.resume() == has_checkpoint
+            for _ in range(3):
+                for batch in run.loaders[0]:
+                    run.train(batch, saves=True)

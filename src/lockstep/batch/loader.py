@@ -174,6 +174,10 @@ class Loader:
         """The epoch of the next training pass. A pass that begins counts it up."""
         self._is_resumed = False
         """True after `load_state_dict`, until the next training pass begins."""
+        self.is_saved = False
+        """True once `state_dict` was called."""
+        self.epoch_was_set = False
+        """True once the script has called `set_epoch`."""
         self._evaluations_begun = 0
         self._training_pass: TrainingPass | None = None
         """The training pass that is in progress."""
@@ -237,9 +241,34 @@ class Loader:
         return self._is_resumed
 
     @property
-    def trains_on_first_batch(self) -> bool:
-        """True while the loop trains on the first global batch of the first epoch."""
-        return self._is_training and self.epoch == 0 and self._position == 0
+    def batch_in_training(self) -> tuple[int, int] | None:
+        """The epoch and number of the global batch that is trained on; None between two passes."""
+        return (self.epoch, self._position) if self._is_training else None
+
+    @property
+    def batch_with_step(self) -> tuple[int, int] | None:
+        """The batch that is trained on if the optimizer has stepped for it; otherwise None."""
+        training_pass = self._training_pass
+        if training_pass is None or not self._step.has_stepped_for(training_pass):
+            return None
+        return self.batch_in_training
+
+    @property
+    def was_trained_on(self) -> bool:
+        """True once an optimizer has stepped for a batch of this loader."""
+        if self._training_pass is not None and self._training_pass.ever_stepped:
+            return True
+        return self.training_passes.num_ended_in_run > 0
+
+    @property
+    def position_matters(self) -> bool:
+        """True if a run that begins anew trains on other samples than one that goes on.
+
+        That is not so if each global batch has the whole dataset, or if samples are drawn with
+        replacement.
+        """
+        draws_with_replacement = getattr(self.source.sampler, "replacement", False)
+        return self.steps != 1 and not draws_with_replacement
 
     @property
     def mid_epoch(self) -> bool:
@@ -390,6 +419,7 @@ class Loader:
         """
         call = f"set_epoch({epoch!r}) of a prepared loader"
         check_whole_number(call, epoch, 0, UsageError)
+        self.epoch_was_set = True
 
         # A script may call this inside of a loop, for the epoch that is running (`self.epoch`), or
         # before a loop, for the next epoch. In both cases the loader needs no change.
@@ -425,6 +455,7 @@ class Loader:
         sampler has given it, because the sampler may return another order the next time. The
         checksum of the latest order lets a resumed run notice that.
         """
+        self.is_saved = True
         epoch, step = self._position_to_resume()
         state: dict[str, Any] = {
             "epoch": epoch,

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lockstep.batch.loader import Loader
 from lockstep.checkpoint import layout
@@ -66,6 +67,7 @@ from lockstep.checkpoint.save import RankPart, RankReports, write_checkpoint
 from lockstep.checkpoint.schedule import Policy, SaveSchedule
 from lockstep.checkpoint.step_keeper import KeptTraining, TakenState
 from lockstep.checkpoint.training_state import CheckpointWorld, Replicas, TrainingState
+from lockstep.checkpoint.unsaved_loaders import WarningAfterResume, WarningAfterSave
 from lockstep.checkpoint.writer import Writer
 from lockstep.distributed.collectives import (
     check_same_metric,
@@ -79,7 +81,7 @@ from lockstep.keyword_arguments import check_keywords_of_methods
 from lockstep.language import translate
 from lockstep.session.extension import Extension, Place
 from lockstep.settings import is_quiet
-from lockstep.user_code import user_location
+from lockstep.user_code import Location, user_location
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -126,12 +128,16 @@ class _UnresumedWarning(Extension):
 
     The training then begins anew beside the checkpoints of another one, and may be refused to save
     only after hours.
+
+    Args:
+        folder: the folder of the checkpoints.
+        line: the line of `world.checkpoint`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, line: Location | None) -> None:
         self.is_due = True
         self._folder = folder
-        self._line = user_location()  # of `world.checkpoint`
+        self._line = line
 
     def step_finished(self, number: int) -> None:
         """Warns at the first step if the folder has a checkpoint, which this run did not resume."""
@@ -154,47 +160,22 @@ class _UnresumedWarning(Extension):
             )
 
 
-class _UnsavedLoaderWarning(Extension):
-    """Warns at the first step of a resumed run if it trains on a loader that was not resumed.
-
-    Such a loader is not in the checkpoint, so it begins with its first epoch: the run trains twice
-    on samples of that. There is no warning if the script itself makes it go on, by `set_epoch`, or
-    by a loop that skips the first batches.
-
-    Args:
-        folder: the folder of the checkpoints.
-        loaders: all prepared loaders of the run.
-    """
-
-    def __init__(self, folder: Path, loaders: Sequence[Loader]) -> None:
-        self._folder = folder
-        self._unresumed_loaders: list[tuple[int, Loader]] = []  # with the numbers in the summary
-        for number, loader in enumerate(loaders):
-            if not loader.is_resumed:
-                self._unresumed_loaders.append((number, loader))
-        self._line = user_location()  # of `resume`
-
-    def step_finished(self, number: int) -> None:
-        """Warns of each loader that begins anew with the first step."""
-        loaders = self._unresumed_loaders
-        self._unresumed_loaders = []
-        for loader_number, loader in loaders:
-            if loader.trains_on_first_batch:
-                warn(
-                    f"resuming from {self._folder} without loader {loader_number}",
-                    "it is trained on and not saved in the checkpoint, so it begins with its first "
-                    "epoch, and samples are trained on twice",
-                    "name it from the first start on: world.checkpoint(..., loader=loader)",
-                    at=self._line,
-                )
-
-
 class PreparedSave(NamedTuple):
     """What a rank writes in a save."""
 
     part: RankPart
     manifest: dict[str, Any]
     """Empty on all ranks except rank 0, which writes it."""
+
+
+class ResultOfMemory(NamedTuple):
+    """What has come of the attempt to resume a step from memory."""
+
+    reason_not_resumed: str | None
+    """None if the step was resumed. Otherwise the reason, as the end of a message: "; it is newer
+    than step 7 in memory"."""
+    views: list[FolderView] | None
+    """What each rank sees in the folder of the checkpoints; None if that was not looked up."""
 
 
 @check_keywords_of_methods("checkpoint")
@@ -275,18 +256,24 @@ class Checkpoint:
         """The number of optimizer steps that had been made when `step` was last called."""
         # The run gets a separate object: a reference to this one would keep the state alive.
         run.extensions.add(_EndOfRun(self._writer, requests), Place.OBSERVER)
-        self._unresumed_warning = _UnresumedWarning(self.folder)
+        line = user_location()  # of `world.checkpoint`
+        self._unresumed_warning = _UnresumedWarning(self.folder, line)
         self._loaders: list[Loader] = run.loaders
+        self._warning_after_save = WarningAfterSave(self.folder, self._loaders, line)
+        self._is_for_resuming = any(isinstance(value, Optimizer) for value in state.values())
+        """True if an optimizer is saved. Otherwise the checkpoints hold weights for another use."""
         if run.topology.is_main:
             run.extensions.add(self._unresumed_warning, Place.OBSERVER)
+            run.extensions.add(self._warning_after_save, Place.OBSERVER)
 
     def _make_kept_steps(self, run: Run, asked_for: bool | None) -> KeptSteps | None:
         """Creates the object that keeps each step in memory, or returns None to keep no steps.
 
         Args:
             run: the run.
-            asked_for: True to keep every step, False to keep none. None: as often as it costs
-                little, if the launcher has memory for steps.
+            asked_for: the argument `memory` of `world.checkpoint`. True: keep every step, or fail.
+                False: keep none. None: keep steps if the launcher has memory for them, by default
+                as often as it costs little.
         """
         topology = run.topology
         paths_of_areas = topology.memory  # empty if the launcher has no memory for steps
@@ -298,14 +285,14 @@ class Checkpoint:
         if not can_be_opened:
             return None
 
+        keeps_every_step = asked_for is True or topology.keeps_every_step
         training = KeptTraining(
             self.folder,
             run.collectives,
             take_state=self._take_state,
-            steady_ids=self._state.ids_changed_only_by_optimizer,
+            ids_changed_only_by_optimizer=self._state.ids_changed_only_by_optimizer,
             say=self._say,
-            # Otherwise it chooses itself how often to keep a step.
-            every_step=asked_for is True or topology.keeps_every_step,
+            every_step=keeps_every_step,  # if not, as often as it costs little
             timeout=run.settings.collective_timeout,
             bandwidth=None if run.link is None else run.link.bandwidth,
         )
@@ -372,22 +359,21 @@ class Checkpoint:
         if is_skipped:
             return None
 
-        other_writers: list[int] = []  # the ranks that write files, besides rank 0
-        for rank, summary in enumerate(summaries):
-            if rank > 0 and summary.has_own_tensors:
-                other_writers.append(rank)
+        # All ranks wait for the previous save in this one. If that has failed on one of them, all
+        # raise its error here, so `close` need not exchange it at the end of the run.
+        self._writer.has_unconfirmed_save = False
+        other_writers = _writers_besides_rank_0(summaries)
 
         # The memory of the copies of the previous save is used again.
         self._copies.begin(states.values())
         try:
-            # Step 2: `prepared` is what this rank writes; it stays here. Each rank sends the name
-            # of the hidden folder: rank 0, which has created it, its name, and the others None.
-            prepared, sent_folder_names = exchange_on_all_ranks(
+            # Step 2: what this rank writes stays here, the name of the hidden folder is exchanged.
+            prepared, folder_name_of_rank = exchange_on_all_ranks(
                 self._collectives,
                 self._action,
                 lambda: self._prepare_save(states, summaries, other_writers),
             )
-            folder_name = sent_folder_names[0]
+            folder_name = folder_name_of_rank[0]  # only rank 0 has created a folder
 
             # Step 3
             self._start_writing(prepared, folder_name, other_writers)
@@ -404,13 +390,17 @@ class Checkpoint:
         path = layout.step_folder(self.folder, step)
         # If the checkpoint of this step was damaged, a sound one now replaces it.
         self._damaged_names = tuple(name for name in self._damaged_names if name != path.name)
+
+        # If the run was resumed, it has warned of unsaved loaders at its first step.
+        if self._is_for_resuming and not self._continues_folder:
+            self._warning_after_save.saved()
         return path
 
     def _collect_states(self, metric: float | None) -> tuple[dict[str, Any], list[RankSummary]]:
         """Collects the states of this rank, and exchanges short summaries of them with all ranks.
 
         Every rank first waits for the previous save. If it has failed on any rank, all ranks raise
-        the error. With `busy="skip"`, a rank proposes to skip this save instead of waiting.
+        the error. With `busy="skip"`, a rank votes to skip this save instead of waiting.
 
         Returns:
             The states of this rank by name, and the summary of each rank.
@@ -426,18 +416,12 @@ class Checkpoint:
 
         self._random_states.check_common([summary.rng_state for summary in summaries])
         check_same_metric("checkpoint.save(metric=...)", [summary.metric for summary in summaries])
-
-        # Rank 0 decides for all whether this save is skipped. If not, the ranks have waited for the
-        # previous save in `_wait_and_collect`, and it has succeeded on each of them.
-        is_skipped = summaries[0].skip
-        if not is_skipped:
-            self._writer.has_unconfirmed_save = False
         return states, summaries
 
     def _wait_and_collect(self, metric: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Waits for the previous save, and collects the states of this rank with their summary.
 
-        With `busy="skip"`, it proposes to skip this save instead of waiting for the previous one.
+        With `busy="skip"`, it votes to skip this save instead of waiting for the previous one.
 
         Returns:
             The states by name, and the fields of their `RankSummary`, which can be sent as JSON.
@@ -475,8 +459,8 @@ class Checkpoint:
         Returns:
             What this rank writes, and on rank 0 the name of the hidden folder (None on the others).
         """
-        # Wait for the previous save, in case this rank proposed to skip this one (busy="skip") and
-        # rank 0 did not. All other ranks have waited already.
+        # A rank that has voted to skip this save has not waited for the previous one yet. Rank 0
+        # has decided against it.
         self._writer.finish()
 
         rank = self._collectives.topology.rank
@@ -513,50 +497,65 @@ class Checkpoint:
         """Starts the thread that writes this rank's part, if it has one.
 
         Rank 0 writes its part, waits for the other writers, and completes the checkpoint. The other
-        writers write their parts, and report that to rank 0. (The thread gets functions without a
-        reference to this object, which would keep the state of the training alive.)
+        writers write their parts, and report that to rank 0.
 
         Args:
             prepared: what this rank writes.
             folder_name: name of the hidden folder that rank 0 has created.
             other_writers: the ranks that write, besides rank 0.
         """
-        writer = self._writer
         rank = self._collectives.topology.rank
         temporary = self.folder / folder_name
         reports = RankReports(self._joined, folder_name, other_writers)
 
         if rank == 0:
-            # Called in the thread when rank 0 has written its part.
-            wait_for_others = partial(
-                reports.wait, run_has_failed=writer.run_has_failed, check=writer.raise_if_given_up
-            )
-            write_all = partial(
-                write_checkpoint,
-                temporary,
-                prepared.part,
-                prepared.manifest,
-                keep=self._policy.keep,
-                best=self._policy.best,
-                damaged_names=self._damaged_names,
-                wait_for_others=wait_for_others,
-                check=writer.raise_if_given_up,  # called often while the thread writes
-            )
-            writer.start(write_all)
+            self._writer.start(self._work_of_rank_0(temporary, prepared, reports))
         elif rank in other_writers:
-            writer.protect_folder(temporary)
-            write_part = partial(
-                _write_and_report,
-                temporary,
-                prepared.part,
-                reports,
-                rank,
-                check=writer.raise_if_given_up,
-            )
-            writer.start(write_part)
+            self._writer.protect_folder(temporary)
+            self._writer.start(self._work_of_other_writer(temporary, prepared.part, reports))
 
         # The ranks do not know yet how this save ends on the others.
-        writer.has_unconfirmed_save = True
+        self._writer.has_unconfirmed_save = True
+
+    def _work_of_rank_0(
+        self, temporary: Path, prepared: PreparedSave, reports: RankReports
+    ) -> Callable[[], object]:
+        """Returns the function that rank 0 calls in its thread: it completes the checkpoint.
+
+        The function has no reference to this object, which would keep the state of the training
+        alive while the thread runs.
+        """
+        raise_if_given_up = self._writer.raise_if_given_up  # called often while the thread writes
+        wait_for_others = partial(
+            reports.wait, run_has_failed=self._writer.run_has_failed, check=raise_if_given_up
+        )
+        return partial(
+            write_checkpoint,
+            temporary,
+            prepared.part,
+            prepared.manifest,
+            keep=self._policy.keep,
+            best=self._policy.best,
+            damaged_names=self._damaged_names,
+            wait_for_others=wait_for_others,
+            check=raise_if_given_up,
+        )
+
+    def _work_of_other_writer(
+        self, temporary: Path, part: RankPart, reports: RankReports
+    ) -> Callable[[], object]:
+        """Returns the function that another writer than rank 0 calls in its thread.
+
+        Like that of rank 0, it has no reference to this object.
+        """
+        return partial(
+            _write_and_report,
+            temporary,
+            part,
+            reports,
+            rank=self._collectives.topology.rank,
+            check=self._writer.raise_if_given_up,
+        )
 
     def step(self) -> Path | None:
         """Saves if `every` or a signal asks for it. Call it after each optimizer step.
@@ -643,8 +642,7 @@ class Checkpoint:
         """Makes the first step warn if it trains on a loader that was not resumed."""
         some_steps_were_trained = self._progress.number > 0
         if self._collectives.topology.is_main and some_steps_were_trained:
-            warning = _UnsavedLoaderWarning(self.folder, self._loaders)
-            self._extensions.add(warning, Place.OBSERVER)
+            self._extensions.add(WarningAfterResume(self.folder, self._loaders), Place.OBSERVER)
 
     def _resume_from_memory_or_disk(self) -> bool:
         """Does what `resume` promises."""
@@ -685,11 +683,12 @@ class Checkpoint:
         resumed_step: KeptStep | None = None
         if chosen is not None:
             step, epoch = answers[0]["latest_on_disk"]  # as rank 0 sees the folder
-            reason, views = self._resume_unless_disk_is_newer(chosen, (step, epoch))
-            if reason is None:
+            result = self._resume_unless_disk_is_newer(chosen, (step, epoch))
+            views = result.views
+            if result.reason_not_resumed is None:
                 resumed_step = chosen
             else:
-                why_not_from_memory = reason
+                why_not_from_memory = result.reason_not_resumed
         found = resumed_step is not None or self._resume_from_disk(why_not_from_memory, views)
 
         # Begin to keep the steps of this attempt in memory. All ranks use the id of rank 0.
@@ -799,33 +798,29 @@ class Checkpoint:
             12 in memory is incomplete: what rank 1 kept is missing". The reason is "" if no step
             could be expected in memory.
         """
+        if has_resumed_before:
+            return None, ""
+
         reports = []
         for answer in answers:
             reports += [PartReport(**part) for part in answer["parts"]]
+        is_first_start = self._collectives.topology.restarts == 0
+        if is_first_start and not reports:
+            return None, ""  # no step was kept yet
 
         chosen = choose_step(reports, folders)
-        if chosen is not None:
-            return chosen, ""
-        is_first_start = self._collectives.topology.restarts == 0
-        nothing_was_kept_yet = is_first_start and not reports
-        if has_resumed_before or nothing_was_kept_yet:
-            return None, ""
-        return None, f"; {describe_incomplete(reports, folders)}"
+        reason = "" if chosen is not None else f"; {describe_incomplete(reports, folders)}"
+        return chosen, reason
 
     def _resume_unless_disk_is_newer(
         self, chosen: KeptStep, latest_on_disk: tuple[int, int]
-    ) -> tuple[str | None, list[FolderView] | None]:
+    ) -> ResultOfMemory:
         """Resumes a step from memory, unless there is a sound checkpoint on disk that is newer.
 
         Args:
             chosen: the step.
             latest_on_disk: step and epoch of the latest checkpoint, which may be damaged; -1 and -1
                 if there is none.
-
-        Returns:
-            None if the step was resumed, otherwise the reason why not, as the end of a message: ";
-            it is newer than step 7 in memory". And what each rank sees in the folder; None if that
-            was not looked up.
         """
         # Steps are compared as (step, epoch), because there may be two states of one step: before
         # and after what a loop does at the end of an epoch.
@@ -836,11 +831,11 @@ class Checkpoint:
             view_of_rank_0 = views[0]
             latest_sound = (view_of_rank_0.step, view_of_rank_0.epoch)
             if latest_sound > in_memory:
-                return f"; it is newer than step {chosen.step} in memory", views
+                return ResultOfMemory(f"; it is newer than step {chosen.step} in memory", views)
 
         note_about_disk = _note_about_disk(latest_on_disk[0], views)
         reason_not_resumed = self._resume_kept_step(chosen, note_about_disk)
-        return reason_not_resumed, views
+        return ResultOfMemory(reason_not_resumed, views)
 
     def _resume_kept_step(self, chosen: KeptStep, note_about_disk: str) -> str | None:
         """Resumes a step from memory, and announces that.
@@ -861,13 +856,16 @@ class Checkpoint:
             except CheckpointError as error:
                 return f"; {where} cannot be read: {error.found}"
 
-            note = run_on_all_ranks(
-                self._collectives,
-                RESUMING_FROM_MEMORY,
-                lambda: self._state.load(where, self._state.match(where, loaded)),
+            def check_and_load() -> str:
+                """Loads the states, if they fit this run; returns what was resumed."""
+                states = self._state.match(where, loaded)
+                return self._state.load(where, states)
+
+            what_was_resumed = run_on_all_ranks(
+                self._collectives, RESUMING_FROM_MEMORY, check_and_load
             )
 
-        self._announce_resumed(note + note_about_disk)
+        self._announce_resumed(what_was_resumed + note_about_disk)
         return None
 
     def _report_memory(self, kept: KeptSteps, *, has_resumed_before: bool) -> dict[str, Any]:
@@ -938,10 +936,10 @@ class Checkpoint:
             modules = {name: read_stored(path, manifest, name) for name in manifest["modules"]}
             other_states = read_stored(path, manifest, layout.TRAINING)
         except CheckpointError as error:
-            # Rank 0 has just read all files of the folder, so if it is gone, it was removed since.
-            # Another rank may never have seen it.
-            has_seen_it = self._collectives.topology.is_main
-            if has_seen_it and not path.exists():
+            # Rank 0 has just read all files of the folder. If it is gone now, it was removed since.
+            # (The other ranks may never have seen it.)
+            is_rank_0 = self._collectives.topology.is_main
+            if is_rank_0 and not path.exists():
                 raise removed_meanwhile_error(path) from error
             raise
 
@@ -992,6 +990,15 @@ class Checkpoint:
             "modules": {name: trees[name] for name in self._state.module_names},
             "training": trees[layout.TRAINING],
         }
+
+
+def _writers_besides_rank_0(summaries: Sequence[RankSummary]) -> list[int]:
+    """Returns the ranks that write files in a save, other than rank 0, which always does."""
+    writers = []
+    for rank, summary in enumerate(summaries):
+        if rank > 0 and summary.has_own_tensors:
+            writers.append(rank)
+    return writers
 
 
 def _note_about_disk(step_on_disk: int, views: Sequence[FolderView] | None) -> str:

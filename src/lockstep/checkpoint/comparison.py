@@ -160,14 +160,12 @@ def _measure_differences(
         rtol: the allowed relative difference.
     """
     difference = (a - b).abs()
+    differences.count += difference.numel()
     if atol or rtol:
-        # If b is infinite, so is the tolerance, and `inf <= inf` would allow any difference. A NaN
-        # difference is not allowed either: every comparison with NaN is False.
-        is_within_tolerance = difference <= atol + rtol * b.abs()
-        is_allowed = is_within_tolerance & ~difference.isinf()
-        differences.count += int((~is_allowed).sum())
-    else:
-        differences.count += difference.numel()
+        is_within_tolerance = difference <= atol + rtol * b.abs()  # False if one side is NaN
+        # Where b is infinite, so is the tolerance. An infinite difference counts all the same.
+        is_allowed = is_within_tolerance & difference.isfinite()
+        differences.count -= int(is_allowed.sum())
 
     # Where one side is NaN, the difference is NaN too, and has no size.
     is_number = ~difference.isnan()

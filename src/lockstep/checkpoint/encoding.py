@@ -363,15 +363,13 @@ class Encoder:
         if tie in self._tree_of_tie:
             return self._tree_of_tie[tie]
 
-        # The region of the tensor that this rank stores: a shard, the whole tensor, or nothing
-        # (None) of a shard that another rank has, too.
-        box = self._box_to_store(value)
-        stores_all = box is not None and box.sizes == value.shape
-        if stores_all and self._is_main:  # rank 0, in a checkpoint on disk
+        box = self._box_to_store(value)  # the region that this rank stores
+        is_stored_whole = box is not None and box.sizes == value.shape
+        if is_stored_whole and self._is_main:
             tree = self._add_tensor(self._to_host(local), path)
         else:
-            # When it is loaded, the tensor is put together from the regions of all ranks. Under a
-            # pipeline there is only one region, the whole tensor, of a rank other than 0.
+            # A rank other than the main one stores a shard, or as under a pipeline the whole tensor
+            # as the only shard.
             tree = self._add_shard(value, local, box, path)
 
         if tie is not None:

@@ -122,8 +122,9 @@ class _ReusedMemory:
         num_bytes = count * dtype.itemsize
         chunk = self._chunk_with_room(num_bytes)
 
-        # `frombuffer` makes a storage that begins at the offset and has just this size. `encode`,
-        # which gets the tensor next, would clone a slice of a larger storage.
+        # `encode`, which gets the tensor next, clones every tensor that is only a part of its
+        # storage. So this is no slice of a large tensor: `frombuffer` makes a storage of just the
+        # bytes that the tensor fills.
         flat = torch.frombuffer(chunk.memory, dtype=dtype, count=count, offset=chunk.num_used)
         chunk.num_used += ceil_div(num_bytes, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return flat.view(shape)

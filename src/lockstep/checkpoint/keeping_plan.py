@@ -100,26 +100,15 @@ def plan_keeping(needs: Sequence[RankNeeds]) -> KeepingPlan:
     if needs_partners:
         partners = find_partners([(need.machine, need.local_rank) for need in needs])
 
-    for ranks in ranks_of_machine.values():
-        _check_memory_of_machine(ranks, needs, partners)
-
-    step_bytes_of_machine: dict[int, int] = {}
+    bytes_of_machine: dict[int, int] = {}
     for machine, ranks in ranks_of_machine.items():
-        step_bytes_of_machine[machine] = sum(needs[rank].bytes_of_step for rank in ranks)
+        _check_memory_of_machine(ranks, needs, partners)
+        bytes_of_machine[machine] = sum(needs[rank].bytes_of_step for rank in ranks)
 
-    # What the areas take, for the user.
-    area_bytes_of_rank = [_bytes_of_used_areas(rank, needs, partners) for rank in range(len(needs))]
-    area_bytes_of_machines = []
-    for ranks in ranks_of_machine.values():
-        area_bytes_of_machines.append(sum(area_bytes_of_rank[rank] for rank in ranks))
-    could_not_find_partners = needs_partners and partners is None
     announcement = _announcement(
-        max(area_bytes_of_rank),
-        max(area_bytes_of_machines),
-        has_partners=partners is not None,
-        lacks_partners=could_not_find_partners,
+        list(ranks_of_machine.values()), needs, partners, needs_partners=needs_partners
     )
-    return KeepingPlan(each_machine_has_all, partners, step_bytes_of_machine, announcement)
+    return KeepingPlan(each_machine_has_all, partners, bytes_of_machine, announcement)
 
 
 def _senders_to(rank: int, partners: Sequence[Partners] | None) -> list[int]:
@@ -137,16 +126,18 @@ def _bytes_of_used_areas(
     return OWN_AREAS_PER_RANK * bytes_of_step
 
 
-def _bytes_of_used_areas_before(
+def _bytes_to_allocate(
     rank: int, needs: Sequence[RankNeeds], partners: Sequence[Partners] | None
 ) -> int:
-    """Returns how much memory the areas take already that a rank is going to use.
+    """Returns how much memory the areas of a rank will take in addition to what they have.
 
-    Its other areas may hold memory too, but they keep it until a later step than the resumed one is
-    complete. So that memory is not counted.
+    After a restart, the areas have the memory that an earlier attempt has used. Only the areas that
+    the rank is going to use count: others keep their memory until a later step than the resumed one
+    is complete.
     """
-    num_areas = OWN_AREAS_PER_RANK * (1 + len(_senders_to(rank, partners)))
-    return sum(needs[rank].bytes_of_areas[:num_areas])
+    num_used_areas = OWN_AREAS_PER_RANK * (1 + len(_senders_to(rank, partners)))
+    bytes_there = sum(needs[rank].bytes_of_areas[:num_used_areas])
+    return max(0, _bytes_of_used_areas(rank, needs, partners) - bytes_there)
 
 
 def _check_memory_of_machine(
@@ -162,11 +153,7 @@ def _check_memory_of_machine(
     Raises:
         StepsCannotBeKept: it has too little.
     """
-    new_bytes = 0  # what the areas take in addition to what they take already
-    for rank in ranks:
-        bytes_before = _bytes_of_used_areas_before(rank, needs, partners)
-        new_bytes += max(0, _bytes_of_used_areas(rank, needs, partners) - bytes_before)
-
+    new_bytes = sum(_bytes_to_allocate(rank, needs, partners) for rank in ranks)
     available = needs[ranks[0]].available  # on the machine, so all its ranks say the same
     if available is not None and new_bytes > MAX_SHARE_OF_FREE_MEMORY * available:
         raise StepsCannotBeKept(
@@ -177,21 +164,32 @@ def _check_memory_of_machine(
 
 
 def _announcement(
-    most_of_rank: int, most_of_machine: int, *, has_partners: bool, lacks_partners: bool
+    ranks_of_machines: Sequence[Sequence[int]],
+    needs: Sequence[RankNeeds],
+    partners: Sequence[Partners] | None,
+    *,
+    needs_partners: bool,
 ) -> str:
     """Returns the line that says that every step is kept, and how much memory that takes.
 
     Args:
-        most_of_rank: bytes that the areas of a rank take, at most.
-        most_of_machine: bytes that the areas of all ranks of a machine take, at most.
-        has_partners: True if the ranks send copies to other machines.
-        lacks_partners: True if they should, and cannot.
+        ranks_of_machines: for each machine, its ranks.
+        needs: what each rank needs, by rank.
+        partners: the partners of each rank; None if there are no copies on other machines.
+        needs_partners: True if there should be copies on other machines.
     """
+    bytes_of_rank = [_bytes_of_used_areas(rank, needs, partners) for rank in range(len(needs))]
+    bytes_of_machines = []
+    for ranks in ranks_of_machines:
+        bytes_of_machines.append(sum(bytes_of_rank[rank] for rank in ranks))
+    most_of_rank = format_bytes(max(bytes_of_rank))
+    most_of_machine = format_bytes(max(bytes_of_machines))
+
     copies = "two copies"  # in the two areas of a rank
     note = ""
-    if has_partners:
+    if partners is not None:
         copies = "two copies on its machine and two on another one"
-    elif lacks_partners:
+    elif needs_partners:
         # A rank can receive the copies of at most `MAX_SENDERS_PER_RANK` ranks.
         note = (
             f"; one machine has more than {MAX_SENDERS_PER_RANK} times as many ranks as the "
@@ -199,6 +197,6 @@ def _announcement(
             "another one"
         )
     return (
-        f"every step is kept in memory: {copies}, {format_bytes(most_of_rank)} for a rank at "
-        f"most, {format_bytes(most_of_machine)} on a machine at most{note}"
+        f"every step is kept in memory: {copies}, {most_of_rank} for a rank at most, "
+        f"{most_of_machine} on a machine at most{note}"
     )

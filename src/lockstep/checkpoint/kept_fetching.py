@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -46,7 +47,7 @@ class _ReadingPlan(NamedTuple):
 
     parts: list[PartReport]
     """One copy of each part, on this machine where there is one."""
-    lacks_shards: bool
+    only_local_shards: bool
     """See `read_step`."""
 
     def missing_on(self, machine: int) -> list[PartReport]:
@@ -96,11 +97,14 @@ def fetch_step(
     for part in plan.parts:
         is_here = part.holder_machine == machine
         paths_here.append(part.path if is_here else path_of_received_part[part.writer_rank])
-    return run_on_all_ranks(
-        collectives,
-        RESUMING_FROM_MEMORY,
-        lambda: read_step(paths_here, module_names, random_states, lacks_shards=plan.lacks_shards),
+    read = partial(
+        read_step,
+        paths_here,
+        module_names,
+        random_states,
+        only_local_shards=plan.only_local_shards,
     )
+    return run_on_all_ranks(collectives, RESUMING_FROM_MEMORY, read)
 
 
 def _plan_reading(kept: KeptStep, machine_of_rank: Sequence[int], machine: int) -> _ReadingPlan:
@@ -124,7 +128,7 @@ def _plan_own_shards(
     parts = [_find_copy_preferably_on(machine, kept, rank) for rank in ranks_on_machine]
     # The shards of ranks on other machines are left out of the tensors.
     other_machines_have_ranks = len(ranks_on_machine) < world_size
-    return _ReadingPlan(parts, lacks_shards=other_machines_have_ranks)
+    return _ReadingPlan(parts, only_local_shards=other_machines_have_ranks)
 
 
 def _plan_whole_state(kept: KeptStep, machine: int) -> _ReadingPlan:
@@ -136,7 +140,7 @@ def _plan_whole_state(kept: KeptStep, machine: int) -> _ReadingPlan:
     plans = []
     for ranks_that_kept in kept.complete_sets:
         parts = [_find_copy_preferably_on(machine, kept, rank) for rank in ranks_that_kept]
-        plans.append(_ReadingPlan(parts, lacks_shards=False))
+        plans.append(_ReadingPlan(parts, only_local_shards=False))
     return min(plans, key=lambda plan: len(plan.missing_on(machine)))
 
 
@@ -155,10 +159,8 @@ def _every_rank_finds_its_shard(kept: KeptStep, machine_of_rank: Sequence[int]) 
 
     for rank, machine in enumerate(machine_of_rank):
         part = _find_copy_preferably_on(machine, kept, rank)
-        # It is not enough that the machine holds the part. It may be a copy that another machine
-        # has sent; then the rank was on that machine before.
         is_held_here = part.holder_machine == machine
-        was_written_here = part.writer_machine == machine
+        was_written_here = part.writer_machine == machine  # otherwise the rank was elsewhere before
         if not (is_held_here and was_written_here):
             return False
     return True
@@ -255,10 +257,13 @@ def _transfer_parts(
 ) -> dict[int, str]:
     """Sends and receives the parts that machines lack. All ranks call this with the same transfers.
 
-    The holder of a part and the receiver are ranks of this run. The writer was a rank of an earlier
-    attempt, perhaps with other machines. Example: the part that rank 3 has written then is held by
-    rank 0 now, and rank 4 receives it for its machine. All ranks of that machine return `{3:
-    "/proc/1234/fd/5"}`.
+    Three ranks play a role for each part. For example:
+
+        writer     rank 3 of an earlier attempt, perhaps with other machines, has written the part
+        holder     rank 0 of this run finds it in the memory of its machine, and sends it
+        receiver   rank 4 of this run receives it for all ranks of its machine
+
+    All ranks on the machine of rank 4 return `{3: "/proc/1234/fd/5"}`.
 
     Args:
         collectives: the collectives of the run.
@@ -270,22 +275,20 @@ def _transfer_parts(
         The paths of the parts that were sent to this machine, by the rank that wrote the part.
     """
     topology = collectives.topology
-
-    # What this rank has received.
-    writers_and_paths: list[tuple[int, str]] = []
+    received_here: list[tuple[int, str]] = []  # the writer and the path of each part
     for transfer in transfers:
         if topology.rank == transfer.part.holder_rank:
             _send(transfer)
         if topology.rank == transfer.receiver:
             path = _receive(transfer, received)
-            writers_and_paths.append((transfer.part.writer_rank, path))
+            received_here.append((transfer.part.writer_rank, path))
 
-    # One rank has received a part for all ranks of its machine.
-    answers = gather_answers(collectives, RESUMING_FROM_MEMORY, lambda: writers_and_paths)
+    # Tell the other ranks of the machine.
+    received_by_rank = gather_answers(collectives, RESUMING_FROM_MEMORY, lambda: received_here)
     path_by_writer_rank: dict[int, str] = {}
-    for rank, answer in enumerate(answers):
+    for rank, writers_and_paths in enumerate(received_by_rank):
         if machine_of_rank[rank] == topology.node_rank:
-            path_by_writer_rank.update(dict(answer))
+            path_by_writer_rank.update(dict(writers_and_paths))
     return path_by_writer_rank
 
 

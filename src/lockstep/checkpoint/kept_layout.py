@@ -53,10 +53,11 @@ class Section(NamedTuple):
     """The keys that lead to the section in that file, for example ("optimizer", "state"). Empty for
     a module."""
     value: Any
-    is_partial: bool
+    is_partial: bool = False
     """True if this rank has only some of the entries. It keeps all entries that it has."""
-    is_divided: bool
-    """True if the tensors are equal on all ranks of a machine, so that each rank copies a share."""
+    is_divided: bool = False
+    """True if the tensors are equal on all ranks of a machine, so that each rank copies a share. If
+    a section is neither partial nor divided, the first rank of each machine keeps all of it."""
 
     @property
     def key(self) -> SectionKey:
@@ -389,7 +390,7 @@ class KeptLayout:
         range_end = total_bytes * (self._local_rank + 1) // self._local_size
 
         rows_of_section: dict[SectionKey, list[Rows | None]] = {}
-        leaf_begin = 0  # the number of the first byte of the next leaf that is divided
+        bytes_before_leaf = 0
         for present in divided:
             rows_of_leaf: list[Rows | None] = []
             for leaf, kind in zip(present.local_leaves, present.leaf_kinds, strict=True):
@@ -397,12 +398,13 @@ class KeptLayout:
                     rows_of_leaf.append(None)
                     continue
 
-                # Where one rank's range ends, that of the next one begins. Both are rounded down to
-                # a whole row, so each row is copied by exactly one rank.
-                first_row = _clamped_row_at(leaf, range_begin - leaf_begin)
-                end_row = _clamped_row_at(leaf, range_end - leaf_begin)
+                # For rank 1 and the second tensor: from 200 - 300, before the tensor, to 400 - 300,
+                # its end. Both are rounded down to a whole row, and clamped to the tensor. Where
+                # one rank ends, the next one begins, so each row is copied by exactly one rank.
+                first_row = _clamped_row_at(leaf, range_begin - bytes_before_leaf)
+                end_row = _clamped_row_at(leaf, range_end - bytes_before_leaf)
                 rows_of_leaf.append((first_row, end_row))
-                leaf_begin += leaf.nbytes
+                bytes_before_leaf += leaf.nbytes
 
             rows_of_section[present.section.key] = rows_of_leaf
         return rows_of_section
@@ -623,11 +625,12 @@ def _skeleton(value: Any, leaves: list[Any]) -> Any:
     Example: `{"lr": 0.1, "w": tensor} -> (dict, ["lr", "w"], [(float, 0.1), _LEAF])`.
 
     Two skeletons are equal if the values differ only in their leaves. Dictionaries must also have
-    the same order, since the leaves are in that order. Values stand beside their types, because
-    True and 1 would be equal: True becomes `(bool, True)`, and 1.0 `(float, 1.0)`. Only the most
-    frequent ones stand alone: 1, "text" and None stay as they are.
+    the same order, since the leaves are in that order.
+
+    In Python, 1, 1.0 and True are equal. So a value stands beside its type: 1.0 becomes `(float,
+    1.0)`, and True `(bool, True)`. Only the frequent int, str and None stay as they are.
     """
-    kind = type(value)
+    kind = type(value)  # for True it is bool, not int
     if value is None or kind is str or kind is int:
         return value
     if isinstance(value, Tensor | np.ndarray | np.generic):
@@ -760,7 +763,7 @@ def sections_of(
       "state" are partial if they are in `partial_names`.
     - *divided*: it is equal on all ranks of a machine, and each of them keeps a share. Other
       modules and entries "state" of optimizers are divided.
-    - neither: the first rank of each machine keeps all of it. This is everything else.
+    - *small*: everything else. The first rank of each machine keeps all of it.
 
     Example: a model and an SGD optimizer, with no `partial_names`. The file of all objects other
     than modules is "training" (`layout.TRAINING`).
@@ -768,42 +771,33 @@ def sections_of(
         file         path                           kind
         "model"      ()                             divided
         "training"   ("optimizer", "state")         divided
-        "training"   ("optimizer", "param_groups")  neither
+        "training"   ("optimizer", "param_groups")  small
 
     Args:
         states: by name; in the state of a module, tensors that other ranks have are None.
         module_names: which of them are states of modules.
         optimizer_names: which of them are states of optimizers.
-        partial_names: the names of states of which this rank has only some entries. In the state of
-            a module, these are entries of the state itself. In any other state, they are entries of
-            the dictionary `state[name]["state"]`, as in the state of an optimizer.
+        partial_names: the names of states of which this rank has only some entries.
     """
     sections = []
     for name, state in states.items():
         is_partial = name in partial_names
+        may_have_large_entry = name in optimizer_names or is_partial
 
-        # A module has a file of its own, and is one section.
         if name in module_names:
-            section = Section(
-                file=name, path=(), value=state, is_partial=is_partial, is_divided=not is_partial
-            )
-            sections.append(section)
-            continue
-
-        # An optimizer, and any object of which this rank has only some entries, has a section for
-        # each entry. (The state of a user's own optimizer may be anything. If it has no entries, it
-        # is one section.)
-        is_optimizer = name in optimizer_names
-        if (is_optimizer or is_partial) and _can_be_split_by_entry(state):
+            sections.append(_section_of_module(name, state, is_partial=is_partial))
+        elif may_have_large_entry and _can_be_split_by_entry(state):
             sections += _sections_of_entries(name, state, is_partial=is_partial)
-            continue
-
-        # Any other object is one section, of which the first rank of each machine keeps all.
-        section = Section(
-            file=layout.TRAINING, path=(name,), value=state, is_partial=False, is_divided=False
-        )
-        sections.append(section)
+        else:
+            sections.append(Section(layout.TRAINING, path=(name,), value=state))  # small
     return sections
+
+
+def _section_of_module(name: str, state: Mapping[str, Any], *, is_partial: bool) -> Section:
+    """Returns the section of a module, which has a file of its own."""
+    return Section(
+        file=name, path=(), value=state, is_partial=is_partial, is_divided=not is_partial
+    )
 
 
 def _sections_of_entries(
@@ -834,7 +828,8 @@ def _sections_of_entries(
 def _can_be_split_by_entry(state: Any) -> bool:
     """Returns True if each entry of a state can be a section of its own.
 
-    It must be a dictionary with an entry `state`, and be encoded as a plain JSON object.
+    It must be a dictionary with an entry `state`, and be encoded as a plain JSON object. The state
+    of a user's own optimizer may be anything else.
     """
     if type(state) is not dict or "state" not in state:
         return False

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -244,9 +245,9 @@ def _complete_sets(parts: Sequence[PartReport]) -> tuple[tuple[int, ...], ...]:
         parts: the parts of the step that exist.
 
     Returns:
-        The sets; none if parts are missing. If each machine has the whole state, there is a set for
-        each machine, such as `((0, 1), (2, 3))`. Otherwise all ranks are needed, and there is one
-        set: `((0, 1, 2, 3),)`.
+        If each machine has the whole state: a set for each machine of which all parts are there,
+        such as `((0, 1), (2, 3))`. Otherwise the set of all ranks, `((0, 1, 2, 3),)`, if all parts
+        are there. Without any such set, `()`.
     """
     each_machine_has_whole_state = all(part.machine_has_whole_state for part in parts)
     if not each_machine_has_whole_state:
@@ -254,12 +255,12 @@ def _complete_sets(parts: Sequence[PartReport]) -> tuple[tuple[int, ...], ...]:
         present_ranks = {part.writer_rank for part in parts}
         return (tuple(all_ranks),) if present_ranks == set(all_ranks) else ()
 
-    # A machine's state is complete if the parts of all ranks that it had are there.
     parts_of_machine = group_by_key((part.writer_machine, part) for part in parts)
     sets = []
     for _, parts_there in sorted(parts_of_machine.items()):
         ranks = {part.writer_rank for part in parts_there}
-        if len(ranks) == parts_there[0].num_ranks_on_writer_machine:
+        has_parts_of_all_its_ranks = len(ranks) == parts_there[0].num_ranks_on_writer_machine
+        if has_parts_of_all_its_ranks:
             sets.append(tuple(sorted(ranks)))
     return tuple(sets)
 
@@ -274,8 +275,8 @@ def read_random_state(path: str) -> dict[str, Any]:
         CheckpointError: the area has been overwritten.
     """
     part = _Part(path)
-    state: dict[str, Any] = _assemble_states([part], RANDOM, lacks_shards=False)["state"]
-    in_memory: dict[str, Any] = copy_to_memory(state)
+    states = _assemble_states([part], RANDOM, only_local_shards=False)
+    in_memory: dict[str, Any] = copy_to_memory(states["state"])
     return in_memory
 
 
@@ -284,7 +285,7 @@ def read_step(
     module_names: Sequence[str],
     random_states: Sequence[Any],
     *,
-    lacks_shards: bool,
+    only_local_shards: bool,
 ) -> dict[str, Any]:
     """Reads a kept step in the form of a checkpoint that was read from disk.
 
@@ -293,8 +294,8 @@ def read_step(
             that is needed to have the whole state, in the order of the ranks.
         module_names: the names of the modules of this run, for the manifest.
         random_states: the random states of all ranks; None where it is not known.
-        lacks_shards: True if the parts lack the shards of ranks on other machines. No rank of this
-            machine needs them, so this is no error.
+        only_local_shards: True if the parts have no shards of ranks on other machines. No rank of
+            this machine needs them, so this is no error.
 
     Returns:
         The states by name, with the manifest as `manifest` and the random states as `random`:
@@ -305,25 +306,25 @@ def read_step(
     """
     parts = [_Part(path) for path in paths]
 
-    # Each section says to which file it would belong in a checkpoint on disk: "model", the name of
-    # a module; "training", with the states of all objects that are no modules; or "random".
+    assemble = partial(_assemble_states, parts, only_local_shards=only_local_shards)
+
+    # {"model": {...}}: each section says to which file it would belong in a checkpoint on disk.
+    # These are modules, "training" (all objects that are no modules), and "random".
     file_names: set[str] = set()
     for part in parts:
         file_names.update(section["file"] for section in part.sections)
-
-    saved: dict[str, Any] = {}
-    names_of_kept_modules = file_names - {layout.TRAINING, RANDOM}
-    for name in names_of_kept_modules:
-        saved[name] = _assemble_states(parts, name, lacks_shards=lacks_shards)
+    module_states = {name: assemble(name) for name in file_names - {layout.TRAINING, RANDOM}}
 
     # {"optimizer": {...}, "world": {...}}
-    other_states = _assemble_states(parts, layout.TRAINING, lacks_shards=lacks_shards)
-    saved.update(other_states)
+    other_states = assemble(layout.TRAINING)
 
-    # The random states come from the caller, because these parts may lack those of some ranks.
-    saved[RANDOM] = list(random_states)
-    saved["manifest"] = {**parts[0].facts, "modules": list(module_names)}
-    return saved
+    return {
+        **module_states,
+        **other_states,
+        # From the caller, because these parts may lack the random states of some ranks.
+        RANDOM: list(random_states),
+        "manifest": {**parts[0].facts, "modules": list(module_names)},
+    }
 
 
 class _Part:
@@ -410,47 +411,59 @@ class _ShardsOfThisMachine(TensorInShards):
         )
 
 
-def _assemble_states(parts: Sequence[_Part], file: str, *, lacks_shards: bool) -> Any:
+def _assemble_states(parts: Sequence[_Part], file: str, *, only_local_shards: bool) -> Any:
     """Puts together what the ranks have kept of the state of a module, or of the other states.
 
     Args:
         parts: the parts of a complete set of ranks.
         file: the name of a module, `layout.TRAINING` or `RANDOM`.
-        lacks_shards: see `read_step`.
+        only_local_shards: see `read_step`.
 
     Returns:
         The state of the module; for `TRAINING` and `RANDOM` a dictionary of states by name.
     """
-    # The tree refers to a tensor as {"$tensor": name} if it is in `whole_tensors`, and as
-    # {"$sharded": name} if it must be joined from pieces.
-    whole_tensors, pieces = _collect_tensors(parts, file, lacks_shards=lacks_shards)
+    # Only the tree says of a tensor whether what was kept is the whole tensor, {"$tensor": name},
+    # or a piece of it, {"$sharded": name}. Until it is decoded, each tensor is taken for both.
+    whole_tensors: dict[str, Tensor] = {}
+    pieces = _Pieces(only_local_shards=only_local_shards)
+    for kept in _kept_tensors(parts, file):
+        pieces.add(kept)
+        if kept.name not in whole_tensors:  # several ranks may have kept the same tensor
+            whole_tensors[kept.name] = kept.view()
     return decode(_merge_trees(parts, file), whole_tensors, pieces.join)
 
 
-def _collect_tensors(
-    parts: Sequence[_Part], file: str, *, lacks_shards: bool
-) -> tuple[dict[str, Tensor], _Pieces]:
-    """Collects the tensors that the ranks have kept: as whole tensors, and as pieces of tensors.
+class _KeptTensor(NamedTuple):
+    """A tensor, or a region of a tensor, that one rank has kept."""
 
-    Each tensor is in both results. The tree, which is decoded later, says whether it is a whole one
-    or a piece. For the arguments, see `_assemble_states`.
+    name: str
+    """The name of the whole tensor."""
+    offsets: Shape
+    """Where the region begins in the whole tensor, in each dimension."""
+    sizes: Shape
+    """The size of the region in each dimension."""
+    values: TensorInFile
+    part: _Part
+    """The part in which the values lie."""
+
+    def view(self) -> Tensor:
+        """Returns the values as a view of the area's memory."""
+        return self.part.view_of(self.values)
+
+
+def _kept_tensors(parts: Sequence[_Part], file: str) -> Iterator[_KeptTensor]:
+    """Yields everything that the ranks have kept of the tensors of a file.
+
+    The header of a part describes it by `["F32", [2, 5], 64, [2, 0], [2, 5]]`, for example: 2 x 5
+    numbers of the dtype float32, which lie at byte 64 of the area. In the whole tensor, this region
+    begins at [2, 0] and has the sizes [2, 5].
     """
-    whole_tensors: dict[str, Tensor] = {}
-    pieces = _Pieces(lacks_shards=lacks_shards)
     for part in parts:
         for section in part.sections_of(file):
             for name, description in section["tensors"].items():
-                # For example ["F32", [2, 5], 64, [2, 0], [2, 5]]: 2 x 5 numbers of the dtype
-                # float32, which lie at byte 64 of the area. In the whole tensor, this region begins
-                # at [2, 0] and has the size [2, 5].
                 dtype_code, shape, offset, box_offsets, box_sizes = description
-                stored = part.lazy_tensor(dtype_code, shape, offset)
-                pieces.add(name, tuple(box_offsets), tuple(box_sizes), stored)
-
-                # Several ranks may have kept the same whole tensor. The first one is taken.
-                if name not in whole_tensors:
-                    whole_tensors[name] = part.view_of(stored)
-    return whole_tensors, pieces
+                values = part.lazy_tensor(dtype_code, shape, offset)
+                yield _KeptTensor(name, tuple(box_offsets), tuple(box_sizes), values, part)
 
 
 def _merge_trees(parts: Sequence[_Part], file: str) -> Any:
@@ -477,26 +490,19 @@ class _Pieces:
     """The regions of tensors that the ranks have kept, from which `join` makes whole tensors.
 
     Args:
-        lacks_shards: True if some regions are on other machines. No rank of this machine needs
-            them.
+        only_local_shards: True if other regions are on other machines. No rank of this machine
+            needs them.
     """
 
-    def __init__(self, *, lacks_shards: bool) -> None:
-        self._lacks_shards = lacks_shards
+    def __init__(self, *, only_local_shards: bool) -> None:
+        self._only_local_shards = only_local_shards
         self._pieces_of_name: dict[str, dict[tuple[Shape, Shape], TensorInFile]] = {}
         """For each tensor, its pieces by their offsets and sizes in the whole tensor."""
 
-    def add(self, name: str, offsets: Shape, sizes: Shape, values: TensorInFile) -> None:
-        """Adds a piece of a tensor, unless the same piece was added before.
-
-        Args:
-            name: the name of the tensor.
-            offsets: where the piece begins in the whole tensor, in each dimension.
-            sizes: the size of the piece, in each dimension.
-            values: the values of the piece.
-        """
-        pieces = self._pieces_of_name.setdefault(name, {})
-        pieces.setdefault((offsets, sizes), values)
+    def add(self, piece: _KeptTensor) -> None:
+        """Adds a piece of a tensor, unless the same piece was added before."""
+        pieces = self._pieces_of_name.setdefault(piece.name, {})
+        pieces.setdefault((piece.offsets, piece.sizes), piece.values)
 
     def join(self, name: str, dtype: torch.dtype, shape: Shape) -> TensorInShards:
         """Returns the tensor with this name, of which each piece is a shard.
@@ -513,7 +519,7 @@ class _Pieces:
         # If some shards are on other machines only, the tensor cannot be put together here. Each
         # rank can only read its own shard of it.
         num_elements_here = sum(shard.values.num_elements for shard in shards)
-        if self._lacks_shards and num_elements_here < math.prod(shape):
+        if self._only_local_shards and num_elements_here < math.prod(shape):
             return _ShardsOfThisMachine(name, dtype, shape, tuple(shards))
         return join_shards(name, dtype, shape, shards)  # raises an error if one is missing
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -159,8 +159,10 @@ class KeptSteps(Extension):
         self._attempt = None
         self._keeper = None
         self._areas = None
-        # The functions that it has refer to the training. They are not called any more.
-        self._training = self._training._replace(take_state=_nothing_to_take, steady_ids=set)
+        # These two functions refer to the training. They are not called any more.
+        self._training = self._training._replace(
+            take_state=_no_state, ids_changed_only_by_optimizer=_no_ids
+        )
         if keeper is None:
             return
 
@@ -193,18 +195,29 @@ class KeptSteps(Extension):
         step_time_s = time.perf_counter() - self._last_time_s - waited_s
 
         self._last_step_number = number
-        must_be_kept = keeper is None or number % keeper.every == 0
-        if must_be_kept:
-            phase_before = self._step.enter_phase("checkpoint")
-            try:
-                if keeper is None:
-                    self._keep_first(attempt, number, step_time_s)
-                else:
-                    keeper.keep(number, step_time_s)
-            finally:
-                self._step.enter_phase(phase_before)
-
+        if keeper is None or number % keeper.every == 0:
+            self._keep(attempt, keeper, number, step_time_s)
         self._last_time_s = time.perf_counter()
+
+    def _keep(
+        self, attempt: Attempt, keeper: StepKeeper | None, number: int, step_time_s: float
+    ) -> None:
+        """Keeps the present step. The report counts the time as time for checkpoints.
+
+        Args:
+            attempt: the present attempt.
+            keeper: keeps its steps; None for the first one.
+            number: how many optimizer steps are done.
+            step_time_s: how long the last of them took.
+        """
+        phase_before = self._step.enter_phase("checkpoint")
+        try:
+            if keeper is None:
+                self._keep_first(attempt, number, step_time_s)
+            else:
+                keeper.keep(number, step_time_s)
+        finally:
+            self._step.enter_phase(phase_before)
 
     # The first step of an attempt
 
@@ -222,19 +235,10 @@ class KeptSteps(Extension):
         """
         areas = self.open()
         layout = KeptLayout(self._topology.local_rank, self._topology.local_size)
-
-        # A rank that has a problem with its state tells the others: all of them decide together.
-        problem: Exception | None = None
-        facts: dict[str, Any] = {}
-        bytes_of_step = 0
-        try:
-            facts = collect_state(self._training, layout)
-            bytes_of_step = self._bytes_of_step(attempt, layout, facts)
-        except Exception as error:
-            problem = error
+        first_state = self._collect_first_state(attempt, layout)
 
         self._attempt = None  # no step of this attempt is kept unless all ranks agree
-        plan = self._agree(areas, layout, bytes_of_step, problem)
+        plan = self._agree(areas, layout, first_state)
         if plan is None:
             return
         self._attempt = attempt
@@ -245,7 +249,22 @@ class KeptSteps(Extension):
 
         self.forget_other_steps()  # those of earlier attempts
         self._keeper = StepKeeper(self._training, attempt, areas, layout, plan, self._copier)
-        self._keeper.keep(number, step_time_s, facts)
+        self._keeper.keep(number, step_time_s, first_state.facts)
+
+    def _collect_first_state(self, attempt: Attempt, layout: KeptLayout) -> _FirstState:
+        """Collects the state of the first step, and notes an error instead of raising it.
+
+        A rank that has a problem tells the others in `_agree`, where all of them decide together.
+
+        Args:
+            attempt: the present attempt.
+            layout: the layout that is updated to copy this state.
+        """
+        try:
+            facts = collect_state(self._training, layout)
+            return _FirstState(facts, self._bytes_of_step(attempt, layout, facts), problem=None)
+        except Exception as error:
+            return _FirstState(facts={}, num_bytes=0, problem=error)
 
     def _bytes_of_step(self, attempt: Attempt, layout: KeptLayout, facts: dict[str, Any]) -> int:
         """Returns how much memory one copy of this rank's state takes, with its header."""
@@ -262,20 +281,14 @@ class KeptSteps(Extension):
         return size_of_area(len(header), layout.num_bytes)
 
     def _agree(
-        self,
-        areas: MachineAreas,
-        layout: KeptLayout,
-        bytes_of_step: int,
-        problem: Exception | None,
+        self, areas: MachineAreas, layout: KeptLayout, first_state: _FirstState
     ) -> KeepingPlan | None:
         """Agrees with the other ranks on how steps are kept. All ranks call this.
 
         Args:
             areas: the areas of the ranks of this machine.
             layout: which tensors this rank copies.
-            bytes_of_step: how much memory one copy of this rank's state takes.
-            problem: the error that was raised when this rank's state was collected, if there was
-                one.
+            first_state: this rank's state, as it was collected for the first step.
 
         Returns:
             The plan, the same on all ranks; None if they have agreed to keep no steps.
@@ -283,8 +296,9 @@ class KeptSteps(Extension):
         Raises:
             CheckpointError: every step was asked for, but steps cannot be kept.
         """
+        problem = first_state.problem
         needs = RankNeeds(
-            bytes_of_step=bytes_of_step,
+            bytes_of_step=first_state.num_bytes,
             bytes_of_areas=[area.file_bytes for area in areas.of_this_rank],
             available=available_memory(),
             machine=self._topology.node_rank,
@@ -298,12 +312,12 @@ class KeptSteps(Extension):
         except StepsCannotBeKept as error:
             reason = error  # the same on all ranks
 
-        # Reported outside the `except` block. Inside it, the traceback of the error that the user
-        # gets would also show the `StepsCannotBeKept` of this function.
-        self._report_that_no_step_is_kept(reason, problem)
+        # Not in the `except` block: the traceback of a `CheckpointError` from there would also show
+        # the `StepsCannotBeKept`.
+        self._raise_or_say_why_no_step_is_kept(reason, problem)
         return None
 
-    def _report_that_no_step_is_kept(
+    def _raise_or_say_why_no_step_is_kept(
         self, reason: StepsCannotBeKept, problem: Exception | None
     ) -> None:
         """Tells the user why no step is kept, by an error if every step was asked for.
@@ -326,6 +340,22 @@ class KeptSteps(Extension):
         raise CheckpointError("keeping each step in memory", reason.found, reason.advice)
 
 
-def _nothing_to_take() -> TakenState:
+class _FirstState(NamedTuple):
+    """What came of collecting this rank's state for the first step of an attempt."""
+
+    facts: dict[str, Any]
+    """See `TakenState`; empty if there was a problem."""
+    num_bytes: int
+    """How much memory one copy of the state takes, with its header; 0 if there was a problem."""
+    problem: Exception | None
+    """The error that was raised, if there was one."""
+
+
+def _no_state() -> TakenState:
     """Replaces the function that collects the training state once the run is over."""
     return TakenState({}, [])
+
+
+def _no_ids() -> set[int]:
+    """Replaces the function that finds the tensors of the optimizer once the run is over."""
+    return set()

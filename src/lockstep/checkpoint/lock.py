@@ -181,36 +181,53 @@ def _make_lock(path: Path) -> _FileLock:
     Raises:
         CheckpointError: another run has the lock.
     """
-    # A few attempts are made, because another process may have the lock for an instant only: its
-    # `find_other_writer` takes it to see whether it is free. If this run was restarted, its former
-    # ranks may have the lock for longer, so they are waited for, and these attempts do not count.
-    num_refused = 0
     waits_until = time.monotonic() + MAX_WAIT_FOR_EARLIER_ATTEMPT_S
     while True:
         try:
-            return _acquire(path)
+            return _acquire_patiently(path, waits_until)
         except _OtherRunHasLock as error:
             other_run = str(error)
 
-        time_is_left = time.monotonic() < waits_until
-        waits_for_former_ranks = time_is_left and _is_of_earlier_attempt(_read_text(path))
-        if not waits_for_former_ranks:
-            num_refused += 1
-        if num_refused == MAX_ATTEMPTS:
-            lock_is_gone = _remove_if_lost(path, other_run)
-            if not lock_is_gone:
-                raise CheckpointError(
-                    f"saving a checkpoint in {path.parent}",
-                    f"{other_run} writes into this folder",
-                    "give each run its own folder, or end that one (if it has ended, remove "
-                    f"{path})",
-                )
-            num_refused = 0
+        lock_is_gone = _wait_for_sign_or_remove(path, other_run)
+        if not lock_is_gone:
+            raise CheckpointError(
+                f"saving a checkpoint in {path.parent}",
+                f"{other_run} writes into this folder",
+                f"give each run its own folder, or end that one (if it has ended, remove {path})",
+            )
         time.sleep(ATTEMPT_INTERVAL_S)
 
 
-def _remove_if_lost(path: Path, other_run: str) -> bool:
-    """Removes the lock file of a run on another machine, if that gives no sign of life any more.
+def _acquire_patiently(path: Path, waits_until: float) -> _FileLock:
+    """Does what `_acquire` does. If another run has the lock, it tries again for a moment.
+
+    Another process may have the lock for an instant only: its `find_other_writer` takes it to see
+    whether it is free. If this run was restarted, its former ranks may have the lock for longer, so
+    they are waited for.
+
+    Args:
+        path: the path of the lock file.
+        waits_until: when to stop waiting for former ranks, as `time.monotonic` counts.
+
+    Raises:
+        _OtherRunHasLock: another run has the lock.
+    """
+    num_refused = 0
+    while True:
+        try:
+            return _acquire(path)
+        except _OtherRunHasLock:
+            time_is_left = time.monotonic() < waits_until
+            waits_for_former_ranks = time_is_left and _is_of_earlier_attempt(_read_text(path))
+            if not waits_for_former_ranks:
+                num_refused += 1
+            if num_refused == MAX_ATTEMPTS:
+                raise
+        time.sleep(ATTEMPT_INTERVAL_S)
+
+
+def _wait_for_sign_or_remove(path: Path, other_run: str) -> bool:
+    """Waits for a sign of life of a run on another machine, and removes its lock if none comes.
 
     Args:
         path: the path of the lock file.
@@ -229,7 +246,8 @@ def _remove_if_lost(path: Path, other_run: str) -> bool:
         f"wait; or, if you know that the other run has ended, remove {path}",
     )
     try:
-        if not signs_of_life.is_silent(path):
+        stayed_silent = signs_of_life.stays_silent(path)  # looks at the file for some minutes
+        if not stayed_silent:
             return False
         storage.unlink(path)
     except FileNotFoundError:
@@ -264,25 +282,30 @@ def _acquire(path: Path) -> _FileLock:
 
 
 def _acquire_unless_removed(path: Path) -> _FileLock | None:
-    """Does what `_acquire` does, or returns None if the file was removed meanwhile."""
+    """Locks the lock file, and writes into it which run this is.
+
+    Returns:
+        The lock; None if the file was removed since it was opened.
+
+    Raises:
+        _OtherRunHasLock: another run has the lock.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     with ExitStack() as unless_acquired:
         unless_acquired.callback(os.close, descriptor)
 
         is_system_lock = _try_lock(descriptor, path)
 
-        # If the file was removed since it was opened, this process has locked a file without a
-        # name, which no other process would see.
         if not _is_same_file(descriptor, path):
-            return None
+            return None  # no other process would see the lock on a file without a name
 
         run = _describe_this_process()
-        text = json.dumps(run).encode()
-        signs = None
-        if not is_system_lock:
-            signs, text = _start_signs_of_life(path, run)
+        signs = None if is_system_lock else _start_signs_of_life(path, run)
         if signs is not None:
             unless_acquired.callback(signs.end)
+            text = signs.text  # promises signs of life
+        else:
+            text = json.dumps(run).encode()
 
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text, 0)
@@ -292,26 +315,25 @@ def _acquire_unless_removed(path: Path) -> _FileLock | None:
         return _FileLock(descriptor, text, signs)
 
 
-def _start_signs_of_life(path: Path, run: Mapping[str, Any]) -> tuple[SignsOfLife | None, bytes]:
-    """Starts to give signs of life, and promises them in the text of the lock file.
+def _start_signs_of_life(path: Path, run: Mapping[str, Any]) -> SignsOfLife | None:
+    """Starts to give signs of life, for a lock file whose text promises them.
 
-    Other runs take a run that has promised them and gives none for lost. So nothing is promised if
-    they cannot be given.
+    Other runs take a run that has promised them and gives none for lost.
 
     Args:
         path: the path of the lock file.
-        run: what the file says about this run.
+        run: what the file says about this run, without the promise.
 
     Returns:
-        What gives the signs, and the text of the file with the promise. If the system allows no
-        more threads: None, and the text without it.
+        What gives the signs, with the text of the file. None if the system allows no more threads:
+        then nothing must be promised.
     """
     promise = {SIGNS_OF_LIFE: signs_of_life.INTERVAL_S}
     text_with_promise = json.dumps({**run, **promise}).encode()
     try:
-        return SignsOfLife(path, text_with_promise), text_with_promise
+        return SignsOfLife(path, text_with_promise)
     except RuntimeError:
-        return None, json.dumps(run).encode()
+        return None
 
 
 def _try_lock(descriptor: int, path: Path) -> bool:

@@ -279,14 +279,13 @@ class Area:
             values_sum=self._sum(self.values_at, self._values_bytes),
         )
 
-        # The fields of the seal follow the prefix, and their checksum follows them.
-        _SEAL.pack_into(self._view, _PREFIX.size, *seal)
-        crc = zlib.crc32(self._view[_PREFIX.size : _CRC_AT])
-        _CRC.pack_into(self._view, _CRC_AT, crc)
-
-        # The flag that says "sealed" is written last, by a write of its own: if the process ends
-        # before that, the area has no seal.
+        # The first page: MAGIC | is sealed | the fields of the seal | their checksum
         self._view[: len(MAGIC)] = MAGIC
+        _SEAL.pack_into(self._view, _PREFIX.size, *seal)
+        crc_of_fields = zlib.crc32(self._view[_PREFIX.size : _CRC_AT])
+        _CRC.pack_into(self._view, _CRC_AT, crc_of_fields)
+
+        # The flag is written last: if the process ends before that, the area has no seal.
         _FLAG.pack_into(self._view, SEALED_FLAG_AT, 1)
 
     def free(self) -> None:

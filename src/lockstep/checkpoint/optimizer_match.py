@@ -77,18 +77,25 @@ class SavedNames:
 
         The name is None for a parameter of a module that is not saved.
         """
-        names_of_groups: Names = []
-        if not _is_under_pipeline(optimizer):
-            for group in optimizer.param_groups:
-                names = [self._names.get(parameter) for parameter in group["params"]]
-                names_of_groups.append(names)
-            return names_of_groups
+        if _is_under_pipeline(optimizer):
+            return self._of_optimizer_under_pipeline(optimizer)
 
-        # For each parameter that the optimizer would have on one device: its module, and its name
-        # in the module.
-        origins_of_groups = optimizer.groups_on_one_device.origins  # type: ignore[attr-defined]
-        for origins in origins_of_groups:
-            names_of_groups.append([self._name_in(module, name) for module, name in origins])
+        names_of_groups: Names = []
+        for group in optimizer.param_groups:
+            names = [self._names.get(parameter) for parameter in group["params"]]
+            names_of_groups.append(names)
+        return names_of_groups
+
+    def _of_optimizer_under_pipeline(self, optimizer: Optimizer) -> Names:
+        """Returns the names of an optimizer's parameters, most of which are on other ranks.
+
+        So the optimizer says which parameters its groups would have on one device: `[[(model,
+        "0.weight"), (model, "0.bias")]]` becomes `[["model.0.weight", "model.0.bias"]]`.
+        """
+        names_of_groups: Names = []
+        for group in optimizer.groups_on_one_device.origins:  # type: ignore[attr-defined]
+            names = [self._name_in(module, plain_name) for module, plain_name in group]
+            names_of_groups.append(names)
         return names_of_groups
 
     def _name_in(self, module: nn.Module, plain_name: str) -> str | None:
@@ -138,15 +145,8 @@ def match_optimizers(
         # There are no facts if it was saved as another object, such as a wrapper around an
         # optimizer. Its parameters keep the saved order then.
         if facts is not None:
-            _check_class(action, optimizer, facts[CLASS_OF_OPTIMIZER])
-            # The state of LBFGS, and those of replicas, have tensors over all parameters.
-            is_lbfgs = isinstance(_inner(optimizer), torch.optim.LBFGS)
             state = _in_present_order(
-                action,
-                state,
-                saved_names=facts[NAMES_OF_PARAMETERS],
-                own_names=names.of_optimizer(optimizer),
-                order_matters=loads_replicas or is_lbfgs,
+                action, optimizer, state, facts, names, loads_replicas=loads_replicas
             )
         _check_shapes(action, optimizer, state)
         matched[name] = state
@@ -154,24 +154,40 @@ def match_optimizers(
 
 
 def _in_present_order(
-    action: str, state: dict[str, Any], saved_names: Names, own_names: Names, *, order_matters: bool
+    action: str,
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    facts: Mapping[str, Any],
+    names: SavedNames,
+    *,
+    loads_replicas: bool,
 ) -> dict[str, Any]:
     """Returns a saved state of an optimizer in the order of the present parameters.
 
     Args:
         action: what is being done, for errors.
+        optimizer: the present optimizer.
         state: the saved state.
-        saved_names: the names of the parameters, as the manifest has them. If they belong to
-            another state, the saved order is kept.
-        own_names: the present names.
-        order_matters: True if the state cannot be put into another order.
+        facts: what the manifest says about the saved optimizer, see `optimizer_facts`. If its names
+            of parameters belong to another state, the saved order is kept.
+        names: the present names of parameters.
+        loads_replicas: True if this run loads the states of DiLoCo's replicas.
 
     Raises:
-        CheckpointError: the optimizer had other parameters, or the order differs and matters.
+        CheckpointError: the optimizer is of another class or had other parameters; or it had them
+            in another order, and the state cannot be put into the present one.
     """
+    _check_class(action, optimizer, facts[CLASS_OF_OPTIMIZER])
+    saved_names = facts[NAMES_OF_PARAMETERS]
     if not _are_names_of(saved_names, state):
         return state
-    saved_positions = _match_names(action, saved_names, own_names, order_matters=order_matters)
+
+    # LBFGS has tensors over all parameters, in their order. So have replicas.
+    is_lbfgs = isinstance(_inner(optimizer), torch.optim.LBFGS)
+    must_have_saved_order = loads_replicas or is_lbfgs
+    saved_positions = _match_names(
+        action, saved_names, names.of_optimizer(optimizer), order_matters=must_have_saved_order
+    )
     return _reorder(state, saved_positions)
 
 
@@ -303,8 +319,9 @@ def _saved_positions(
 def _reorder(state: dict[str, Any], saved_positions: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Returns an optimizer's state with the entries of its parameters in another order.
 
-    For example, a group has the parameters 0 and 1, which have changed places: the positions are
-    `[1, 0]`. The entries `{0: a, 1: b}` become `{1: a, 0: b}`.
+    Example: the entries `{0: a, 1: b, 2: c}` of a group with the parameters `[0, 1, 2]`. If the
+    parameter that is the first one now was at position 2, and the others follow it, the positions
+    are `[2, 0, 1]`. The group still lists `[0, 1, 2]`, and the entries become `{0: c, 1: a, 2: b}`.
 
     Args:
         state: the saved state; it is not changed.

@@ -90,12 +90,11 @@ def _restore_entries(
         if number not in entries or parameter not in optimizer.state:
             continue
 
-        dtype_when_saved = saved_dtypes.get(parameter, parameter.dtype)
-        has_changed_dtype = dtype_when_saved != parameter.dtype
+        former_dtype = saved_dtypes.get(parameter, parameter.dtype)
+        parameter_has_other_dtype = former_dtype != parameter.dtype
+        dtype_to_convert = former_dtype if parameter_has_other_dtype else None
         optimizer.state[parameter] = _restore_saved(
-            optimizer.state[parameter],
-            entries[number],
-            former_dtype=dtype_when_saved if has_changed_dtype else None,
+            optimizer.state[parameter], entries[number], dtype_to_convert
         )
 
 
@@ -158,7 +157,7 @@ def _none_for_string_or_array(leaf: Any) -> Any:
     return leaf
 
 
-def _restore_saved(loaded: Any, saved: Any, former_dtype: torch.dtype | None) -> Any:
+def _restore_saved(loaded: Any, saved: Any, dtype_to_convert: torch.dtype | None) -> Any:
     """Returns a value that an optimizer has loaded, or the saved value if torch has changed it.
 
     Dictionaries are changed in place. Values without a saved counterpart stay as they were loaded.
@@ -166,32 +165,29 @@ def _restore_saved(loaded: Any, saved: Any, former_dtype: torch.dtype | None) ->
     Args:
         loaded: the value in the optimizer's state, on the right device.
         saved: the saved value, of any type, from which torch has made it.
-        former_dtype: the dtype that the parameter had when it was saved, if it has another one now;
-            otherwise None. A tensor that was saved in this dtype follows its parameter: it stays as
-            torch has converted it. For example, for a parameter that was float32 and is bfloat16
-            now, a momentum in float32 becomes bfloat16, and one in int8 is put back.
+        dtype_to_convert: tensors that were saved in this dtype stay as torch has converted them.
+            All other tensors that it has converted are put back; with None, all.
     """
     if isinstance(saved, TAKEN_FOR_LISTS_BY_TORCH):
         return saved
 
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
-        was_not_converted = saved.dtype == loaded.dtype
-        follows_its_parameter = saved.dtype == former_dtype
-        if was_not_converted or follows_its_parameter:
-            return loaded
-        return saved.to(loaded.device)
+        was_converted = saved.dtype != loaded.dtype
+        if was_converted and saved.dtype != dtype_to_convert:
+            return saved.to(loaded.device)
+        return loaded
 
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key, value in saved.items():
             if key in loaded:
-                loaded[key] = _restore_saved(loaded[key], value, former_dtype)
+                loaded[key] = _restore_saved(loaded[key], value, dtype_to_convert)
         return loaded
 
     is_sequence = type(saved) in (list, tuple) and type(loaded) is type(saved)
     if is_sequence and len(saved) == len(loaded):
         items = []
         for loaded_item, saved_item in zip(loaded, saved, strict=True):
-            items.append(_restore_saved(loaded_item, saved_item, former_dtype))
+            items.append(_restore_saved(loaded_item, saved_item, dtype_to_convert))
         return type(saved)(items)
 
     return loaded

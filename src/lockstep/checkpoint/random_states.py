@@ -62,8 +62,9 @@ class RandomStates:
     def check_common(self, states_of_ranks: Sequence[str]) -> None:
         """Warns, once in a run, if the common stream is not the same on all ranks.
 
-        The checkpoint stores the stream of rank 0, so a resumed run would not go on with the random
-        numbers of the other ranks.
+        Some ranks have drawn other random numbers than rank 0 then. So the results may differ in
+        some bits from those on another number of processes. And a resumed run would not go on with
+        the random numbers of these ranks, because the checkpoint stores the stream of rank 0.
 
         Args:
             states_of_ranks: for each rank, its random state as a text (from `to_text`).
@@ -71,12 +72,8 @@ class RandomStates:
         if self._common_stream is None or self._warned_of_difference:
             return
 
-        # Find the ranks that have drawn other random numbers than rank 0. If there are any, the
-        # results may differ in some bits from those on another number of processes.
-        differing = []
-        for rank, state in enumerate(states_of_ranks):
-            if state != states_of_ranks[0]:
-                differing.append(rank)
+        state_of_rank_0 = states_of_ranks[0]
+        differing = [rank for rank, state in enumerate(states_of_ranks) if state != state_of_rank_0]
         if not differing:
             return
 
@@ -104,8 +101,8 @@ class RandomStates:
         manifest = saved["manifest"]
         states = saved["random"]
 
-        # Case 1: this run has one common stream. It goes on with the first state that is known. If
-        # the saved run had a common stream, too, that is its state.
+        # Case 1: this run has one common stream. If the saved run had one, too, all states that are
+        # known are equal. Otherwise any of them does.
         if self._common_stream is not None and states is not None:
             known_states = [state for state in states if state is not None]
             self._common_stream.set_common(copy_to_memory(known_states[0]))
@@ -115,11 +112,12 @@ class RandomStates:
         if manifest.get("virtual_ranks") is not None:
             return "; saved with virtual ranks: dropout's random state restarts from the seed"
 
-        # If the training has drawn no random numbers, as for dropout, there is nothing to restore.
+        # Case 3: the training has drawn no random numbers, as for dropout. The random state of this
+        # rank is the right one already.
         if self._training_drew_nothing(states):
             return ""
 
-        # Case 3: the saved run had another number of ranks.
+        # Case 4: the saved run had another number of ranks.
         topology = self._collectives.topology
         world_size = manifest["world_size"]
         if world_size != topology.size:
@@ -128,12 +126,12 @@ class RandomStates:
                 "dropout's random state restarts from the seed"
             )
 
-        # Case 4: the states of some ranks are not known.
+        # Case 5: the states of some ranks are not known.
         is_known_for_all = states is not None and None not in states
         if not is_known_for_all:
             return "; dropout's random state restarts from the seed"
 
-        # Case 5: each rank has a state of its own, and there are as many ranks as before.
+        # Case 6: each rank has a state of its own, and there are as many ranks as before.
         seeding.set_rng_state(copy_to_memory(states[topology.rank]), self._collectives.device)
         return ""
 

@@ -28,7 +28,7 @@ class RankSummary:
     """A rank's message to the others before a save. All fields can be sent as JSON."""
 
     skip: bool
-    """True if this rank proposes to skip the save. Rank 0 decides."""
+    """True if this rank votes to skip the save. Rank 0 decides."""
     metric: float | None
     rng_state: str
     """The rank's random state as text."""
@@ -54,11 +54,11 @@ def keys_of_partial_states(
     """
     partial_keys: dict[str, list[int | str]] = {}
 
-    # The run's own state is partial if gradients are compressed: each rank has rounding errors of
-    # its own, in an entry `state` that only exists then. For example {"state": {0: ..., 1: ...}}.
-    state_of_run = states["world"]
-    if "state" in state_of_run:
-        partial_keys["world"] = list(state_of_run["state"])
+    # The run's own state has an entry "state" only if gradients are compressed. It is partial: each
+    # rank has rounding errors of its own, such as {0: ..., 1: ...} on one rank.
+    rounding_errors = states["world"].get("state")
+    if rounding_errors is not None:
+        partial_keys["world"] = list(rounding_errors)
 
     for name, value in objects.items():
         if isinstance(value, nn.Module):
@@ -70,8 +70,7 @@ def keys_of_partial_states(
         elif getattr(value, "partial", False):
             # An optimizer under a pipeline has {"state": {0: entry of the first parameter, ...},
             # ...}, and the states of virtual ranks {"state": {0: state of virtual rank 0, ...}}.
-            entry_of_number = states[name]["state"]
-            partial_keys[name] = list(entry_of_number)
+            partial_keys[name] = list(states[name]["state"])
     return partial_keys
 
 

@@ -197,7 +197,7 @@ def any_overlap(shards: list[Shard]) -> bool:
     """Returns True if any two shards have elements in common.
 
     A shard is compared only with shards that begin in its rows. Example: two shards side by side
-    in rows 0 to 3, and one in rows 3 to 6. Only the first two are compared.
+    in the rows 0, 1 and 2, and one in the rows 3, 4 and 5. Only the first two are compared.
 
     Args:
         shards: the shards sorted by their offsets, each with at least one element.

@@ -44,7 +44,7 @@ class SignsOfLife:
 
     def __init__(self, path: Path, text: bytes) -> None:
         self._path = path
-        self._text = text
+        self.text = text
         self._ended = threading.Event()
         # A daemon thread, so that a program which never closes its run can end.
         self._thread = threading.Thread(target=self._run, name="lockstep-lock", daemon=True)
@@ -59,7 +59,7 @@ class SignsOfLife:
         """Changes the time of the lock file, if the file is still that of this process."""
         with suppress(OSError):  # the file or its server is away: the next attempt may do better
             text, _ = look_at(self._path)
-            if text == self._text:
+            if text == self.text:
                 os.utime(self._path)
 
     def end(self) -> None:
@@ -81,7 +81,7 @@ def look_at(path: Path) -> tuple[bytes, int]:
         return file.read(MAX_TEXT_BYTES), os.fstat(file.fileno()).st_mtime_ns
 
 
-def is_silent(path: Path) -> bool:
+def stays_silent(path: Path) -> bool:
     """Watches the lock file of a holder on another machine for `MAX_SILENCE_S`.
 
     Returns:

@@ -47,25 +47,27 @@ class StateCopier:
         if device.type in BACKGROUND_DEVICES:
             self._background = BackgroundCopy()
         self.clones_every_source = False
-        """True once a tensor that was taken to be steady has changed outside the optimizer's step.
+        """True once a tensor that only the optimizer should change was changed by something else.
         From then on the thread never copies from the training's own tensors."""
 
     def copy(
         self,
         destinations: Sequence[Tensor],
         layout: KeptLayout,
-        steady_ids: Callable[[], set[int]],
+        ids_changed_only_by_optimizer: Callable[[], set[int]],
         seal_area: Callable[[], None],
     ) -> None:
         """Copies the tensors of a layout, or starts to copy them.
 
-        A *steady* tensor changes only in the step of the optimizer, which waits for the thread. Any
-        other tensor may change in the next forward pass, so the thread copies from a clone of it.
+        A tensor that only the optimizer's step changes can be copied by the thread, because that
+        step waits for the thread. Any other tensor may change in the next forward pass, so the
+        thread copies from a clone of it.
 
         Args:
             destinations: the tensors to copy to, one for each source of the layout.
             layout: which tensors are copied.
-            steady_ids: returns the ids of the steady tensors.
+            ids_changed_only_by_optimizer: returns the ids of the tensors that change only in the
+                step of a prepared optimizer.
             seal_area: seals the area. It is called when everything is copied.
         """
         if self._background is None:
@@ -73,21 +75,19 @@ class StateCopier:
             seal_area()
             return
 
-        ids = steady_ids()
+        ids_without_clone = set() if self.clones_every_source else ids_changed_only_by_optimizer()
         copied_now = _Copies()
         copied_in_thread = _Copies()
 
-        # Each source is a leaf (a tensor of the training state), or some rows of one. Whether it is
-        # steady is known of the leaf.
+        # Each source is a tensor of the training state (a leaf), or some rows of one.
         leaves = layout.leaves()
         for destination, source, leaf in zip(destinations, layout.sources, leaves, strict=True):
             if source.device.type not in BACKGROUND_DEVICES:
                 copied_now.add(destination, source)
-                continue
-
-            is_steady = id(leaf) in ids
-            needs_clone = self.clones_every_source or not is_steady
-            copied_in_thread.add(destination, source.clone() if needs_clone else source)
+            elif id(leaf) in ids_without_clone:
+                copied_in_thread.add(destination, source)
+            else:
+                copied_in_thread.add(destination, source.clone())
 
         copy_to_each(copied_now.destinations, copied_now.sources)
         self._background.start(copied_in_thread.destinations, copied_in_thread.sources, seal_area)
@@ -95,8 +95,8 @@ class StateCopier:
     def wait(self) -> bool:
         """Waits until the last copy has ended.
 
-        Steady tensors, such as parameters, are copied without a clone: nothing should change them
-        until the optimizer steps, and it waits here first. If the script has changed one of them
+        Parameters, for example, are copied without a clone: nothing should change them until the
+        optimizer steps, and it waits here first. If the script has changed one of them
         nevertheless, the copy is not sealed, and all later copies are made from clones.
 
         Returns:

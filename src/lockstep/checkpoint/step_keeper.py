@@ -52,9 +52,8 @@ class KeptTraining(NamedTuple):
     collectives: Collectives
     take_state: Callable[[], TakenState]
     """Returns the present state of the training."""
-    steady_ids: Callable[[], set[int]]
-    """Returns the ids of *steady* tensors: those that change only in the step of a prepared
-    optimizer."""
+    ids_changed_only_by_optimizer: Callable[[], set[int]]
+    """Returns the ids of the tensors that change only in the step of a prepared optimizer."""
     say: Callable[[str], None]
     """Prints a line on rank 0."""
     every_step: bool
@@ -214,8 +213,8 @@ class StepKeeper:
         """
         inboxes = []
         for sender_index, sender in enumerate(partners.senders):
-            # The copies of a sender are written to two areas in turn. One of them may hold a copy
-            # of the resumed step, which must not be overwritten, so the other one is the first.
+            # The copies of a sender are written to two areas in turn. If one of them holds a copy
+            # of the resumed step, the first new copy is written to the other one.
             two_areas = self._areas.inbox(sender_index)
             first_to_overwrite = first_area_not_in(self._areas_of_resumed_step, two_areas)
             inboxes.append(Inbox(sender, two_areas, next_area=first_to_overwrite))
@@ -281,20 +280,17 @@ class StepKeeper:
         Args:
             step_number: how many optimizer steps are done.
             step_time_s: how long the last of them took.
-            facts: the result of `collect_state` if the present state is in the layout already, as
-                that of the first step is; None to collect it.
+            facts: what `collect_state` has returned for the present state, if it was called (for
+                the first step of an attempt). None: it is called here.
         """
         # This copy overwrites the step before the last one. So the last one must be on two machines
         # first.
         self._wait_for_partner()
 
-        # 1. Copy. A rank that has given up copies nothing and has no area to send. But it takes
-        # part in 2 and 3, where all ranks communicate.
+        # 1. Copy. A rank that has given up has no area to send. But it takes part in 2 and 3, where
+        # all ranks communicate.
         self._num_steps += 1
-        area: Area | None = None
-        has_given_up = self._given_up.is_set()
-        if not has_given_up:
-            area = self._copy_or_give_up(step_number, facts)
+        area = self._copy_or_give_up(step_number, facts)
 
         # 2. Choose how often a step is kept, unless the user asked for every step.
         self._interval.note_step_time(step_time_s)
@@ -313,26 +309,32 @@ class StepKeeper:
                 self._interval.note_link_time(self._partner.last_duration_s)
 
     def _copy_or_give_up(self, step_number: int, facts: dict[str, Any] | None) -> Area | None:
-        """Collects the present state, unless `facts` are given, and copies it to an area.
+        """Copies the present state to an area, and notes in `_copy_s` how long that took.
 
-        Notes in `_copy_s` how long that took. The first copy of a layout to an area is left out: it
-        takes several times as long as others.
+        Args:
+            step_number: how many optimizer steps are done.
+            facts: see `keep`.
 
         Returns:
-            The area. None if this rank has a problem and gives up, while the others go on.
+            The area. None if this rank has given up, now or earlier, while the others go on.
         """
+        has_given_up = self._given_up.is_set()
+        if has_given_up:
+            return None
+
         begun_at_s = time.perf_counter()
         try:
             if facts is None:
                 facts = collect_state(self._training, self._layout)
             own_area = self._area_to_overwrite()
-            is_first_of_layout = not own_area.has_views_for(self._layout)
+            memory_was_used_before = own_area.has_views_for(self._layout)
             self._copy(own_area, step_number, facts)
         except Exception as error:
             self._give_up(error)
             return None
 
-        if not is_first_of_layout:
+        # A copy to new memory takes several times as long as others, so it is left out.
+        if memory_was_used_before:
             self._copy_s = time.perf_counter() - begun_at_s
         return own_area.area
 
@@ -355,10 +357,16 @@ class StepKeeper:
         destinations = own_area.begin_writing(len(header), self._layout)  # breaks the seal
 
         # The copier calls `seal_area` when everything is copied: the seal says that the area is
-        # complete. Steady tensors need no clone (`StateCopier.copy`).
-        area = own_area.area
-        seal_area = partial(area.set_seal, self._attempt.number, self._serial, step_number, header)
-        self._copier.copy(destinations, self._layout, self._training.steady_ids, seal_area)
+        # complete.
+        seal_area = partial(
+            own_area.area.set_seal, self._attempt.number, self._serial, step_number, header
+        )
+        self._copier.copy(
+            destinations,
+            self._layout,
+            self._training.ids_changed_only_by_optimizer,
+            seal_area,
+        )
 
     def _give_up(self, problem: Exception) -> None:
         """Stops keeping steps on this rank, because its state can no longer be kept.

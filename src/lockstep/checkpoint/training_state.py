@@ -143,16 +143,14 @@ class TrainingState:
         """Returns the facts of the present states (see `facts`), and the states in sections.
 
         A section is a piece of the state that is kept in memory by itself (`kept_layout.Section`).
-        It is *partial* if each rank has only some of its entries, and *divided* if it is equal on
-        all ranks of a machine, of which each copies a share.
 
         Unlike `collect`, this is called in each step, so it must be fast: it does not wait for the
         checks of the run, and returns the training's own tensors.
         """
         states = self._take_states()
 
-        # Of a partial module, as under a pipeline, the tensors of other ranks are on the meta
-        # device here.
+        # A state is partial if this rank has only some of its entries. Under a pipeline, a module
+        # has the tensors of other ranks on the meta device. They are left out.
         partial_names = list(self.keys_of_partial(states))
         for name in self.module_names:
             if name in partial_names:
@@ -167,13 +165,8 @@ class TrainingState:
         )
 
         # Each rank copies its own random state.
-        random_section = Section(
-            file=RANDOM,
-            path=("state",),
-            value=self._random_states.state(),
-            is_partial=True,
-            is_divided=False,
-        )
+        random_state = self._random_states.state()
+        random_section = Section(RANDOM, path=("state",), value=random_state, is_partial=True)
         return self.facts(states), [*sections, random_section]
 
     def _take_states(self) -> dict[str, Any]:

@@ -189,21 +189,18 @@ def gather_on_main(state: dict[str, Any], collectives: Collectives) -> None:
     own_names = [name for name, value in state.items() if not is_meta(value)]
     names_of_ranks = [set(names) for names in collectives.exchange(own_names)]
 
-    # The sharded tensors that are gathered already. A tensor has the same `tie_key` under each of
-    # its names.
-    gathered_by_tie_key: dict[object, Any] = {}
+    # A sharded tensor has the same `tie_key` under each of its names.
+    first_name_of_tie: dict[object, str] = {}
 
     # All ranks have the names in the same order, so they call the same collectives.
     for name, value in state.items():
-        source = _first_rank_with(name, names_of_ranks)
-        key = tie_key(value) if is_sharded(value) else None  # also None for one without memory
-        if key is None:
+        tie = tie_key(value) if is_sharded(value) else None  # also None on the meta device
+        first_name = name if tie is None else first_name_of_tie.setdefault(tie, name)
+        if first_name == name:
+            source = _first_rank_with(name, names_of_ranks)
             state[name] = _gather_tensor(value, source, collectives)
-            continue
-
-        if key not in gathered_by_tie_key:
-            gathered_by_tie_key[key] = _gather_tensor(value, source, collectives)
-        state[name] = gathered_by_tie_key[key]
+        else:
+            state[name] = state[first_name]  # gathered already
 
 
 def _gather_tensor(value: Any, source: int, collectives: Collectives) -> Any:
@@ -339,9 +336,11 @@ def _load_weights(model: nn.Module, path: Path, *, strict: bool, trust: bool) ->
             values[name] = value if is_in_shards else read_values(value)
         load_plain(model, values, strict=False)  # each group has only some of the names
 
-        del values  # frees the memory of this group before the next one is read
+        # Free the memory of this group before the next one is read. `note_freed` counts it, and
+        # returns it to the system once it is much.
+        del values
         tensors_of_group = [value for value in group.values() if shape_of(value) is not None]
-        note_freed(sum(tensor.nbytes for tensor in tensors_of_group))  # returns it to the system
+        note_freed(sum(tensor.nbytes for tensor in tensors_of_group))
     return plan.report
 
 
@@ -359,8 +358,7 @@ def _record_sources_of_meta_tensors(model: nn.Module, plan: _LoadPlan) -> None:
         module_name, _, own_name = name.rpartition(".")
         owner = model.get_submodule(module_name)
 
-        # The values come from this file now. How the model would have initialised the tensor
-        # (`recorded`) is kept.
+        # The new source has the file, and still the recorded initialisation, if there is one.
         former_source = find_source(owner, own_name, tensor)
         initialisation = None if former_source is None else former_source.recorded
         value_in_file = plan.values[plain_name]

@@ -196,13 +196,13 @@ class Writer:
         if self.busy:
             termination.protect(self._clean_up_at_signal)
 
-        if failed:
-            give_up_at_once = self._user_has_interrupted()
-            self._close_alone(0.0 if give_up_at_once else timeout_s)
-        elif self.has_unconfirmed_save:
+        if self.has_unconfirmed_save and not failed:
             self._close_together()
-        else:  # nothing is being written, and only the lock is released
-            self._close_alone(timeout_s=None)
+            return
+        if failed and self._user_has_interrupted():
+            timeout_s = 0.0  # give up at once
+        # Without a save that is not confirmed, this only releases the lock.
+        self._close_alone(timeout_s)
 
     def _close_alone(self, timeout_s: float | None) -> None:
         """Completes the part of this rank, and only warns if that does not succeed."""

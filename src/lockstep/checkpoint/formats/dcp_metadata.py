@@ -12,6 +12,7 @@ import io
 import math
 import pickle
 import pickletools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ def unpickle(content: bytes) -> Any:
 
 
 def _check_operations(content: bytes) -> None:
-    """Checks that unpickling takes no more time or memory than any metadata does.
+    """Checks that unpickling takes no more time or memory than real metadata needs.
 
     A short pickle can do harm in two ways. `pickle` allocates its memo for the largest index that
     the file has. And the keys of dictionaries are hashed with everything that they hold, which can
@@ -128,16 +129,12 @@ def _check_operations(content: bytes) -> None:
     """
     stack = _StackOfSizes()
     for number, (operation, argument, _) in enumerate(pickletools.genops(content)):
-        memo_index = 0
-        if operation.name in GET_OPERATIONS or operation.name in PUT_OPERATIONS:
-            memo_index = int(argument or 0)
-
         # Whoever writes a pickle numbers the memo from 0 on, so that no index exceeds the number of
         # operations so far.
-        is_too_large_index = operation.name in PUT_OPERATIONS and memo_index > number
+        is_too_large_index = operation.name in PUT_OPERATIONS and int(argument or 0) > number
         if number > MAX_OPERATIONS or is_too_large_index:
             raise ValueError("it would take more memory than any metadata does")
-        stack.follow(operation, memo_index)  # raises an error if a key may be too large to hash
+        stack.follow(operation, argument)  # raises an error if a key may be too large to hash
 
 
 class _StackOfSizes:
@@ -155,7 +152,7 @@ class _StackOfSizes:
         self._memo: dict[int, int] = {}
         """The sizes of the values in the memo, by index."""
 
-    def follow(self, operation: pickletools.OpcodeInfo, memo_index: int) -> None:
+    def follow(self, operation: pickletools.OpcodeInfo, argument: Any) -> None:
         """Changes the stack of sizes as an operation of the pickle changes the stack of values.
 
         Example: a pickle of `((1, 2), 3)` first puts 1 and 2 on the stack, whose sizes are [1, 1].
@@ -164,64 +161,57 @@ class _StackOfSizes:
 
         Args:
             operation: the operation.
-            memo_index: the index in the memo, if it is one of `GET_OPERATIONS` or `PUT_OPERATIONS`.
+            argument: the index in the memo, if it is one of `GET_OPERATIONS` or `PUT_OPERATIONS`.
 
         Raises:
             ValueError: it makes a tuple that is larger than any of metadata.
         """
         name = operation.name
-        # These have no operands.
         if name == "MARK":
             self._marks.append(len(self._sizes))
-            return
-        if name in GET_OPERATIONS:
-            self._sizes.append(self._memo[memo_index])
-            return
-        if name in PUT_OPERATIONS:
-            self._memo[memo_index] = self._sizes[-1]  # the value itself stays on the stack
-            return
+        elif name in GET_OPERATIONS:
+            self._sizes.append(self._memo[int(argument)])
+        elif name in PUT_OPERATIONS:
+            self._memo[int(argument)] = self._sizes[-1]  # the value itself stays on the stack
+        elif name == "MEMOIZE":  # PUT at the next free index
+            self._memo[len(self._memo)] = self._sizes[-1]
+        elif name == "DUP":
+            self._sizes.append(self._sizes[-1])
+        else:
+            self._replace_operands_by_result(operation)
 
-        size_of_operands = self._pop_operands(operation)
-        if name == "MEMOIZE":  # puts its operand into the memo, and back on the stack
-            self._memo[len(self._memo)] = size_of_operands
-            self._sizes.append(size_of_operands)
-            return
-        if name == "DUP":  # puts its operand back twice
-            self._sizes += [size_of_operands, size_of_operands]
-            return
+    def _replace_operands_by_result(self, operation: pickletools.OpcodeInfo) -> None:
+        """Takes the operands of an operation from the stack, and puts its result there, if any.
 
-        size_of_result = 1
-        if name.startswith("TUPLE"):
-            size_of_result += size_of_operands
+        Raises:
+            ValueError: the result is a tuple that is larger than any of metadata.
+        """
+        size_of_operands = self._pop_operands(operation.stack_before)
+        makes_tuple = operation.name.startswith("TUPLE")
+        size_of_result = 1 + size_of_operands if makes_tuple else 1
         if size_of_result > MAX_TUPLE_VALUES:
             raise ValueError("it has a tuple that is larger than any of metadata")
+
         has_result = len(operation.stack_after) > 0  # POP, for example, has none
         if has_result:
             self._sizes.append(size_of_result)
 
-    def _pop_operands(self, operation: pickletools.OpcodeInfo) -> int:
+    def _pop_operands(self, operands: Sequence[pickletools.StackObject]) -> int:
         """Removes the operands of an operation from the stack, and returns the sum of their sizes.
 
-        `operation.stack_before` lists them. For TUPLE2 it is `[anyobject, anyobject]`: the two
-        values on top.
-
-        For SETITEMS it is `[pydict, markobject, stackslice]`: a dictionary, the last mark, and all
-        values above the mark, which become items of the dictionary. Only their sizes are returned.
-        Example: with the sizes [1, 3, 1, 1] and a mark at the height 1, all four values are
-        removed; the dictionary is the first. The result is 3 + 1 + 1 = 5.
+        Args:
+            operands: what the operation takes from the stack. `[anyobject, anyobject]` are the two
+                values on top. `[pydict, markobject, stackslice]` is a dictionary, the last mark,
+                and all values above the mark. A mark itself is no entry of the stack, but a height.
         """
-        operands = operation.stack_before
-        if pickletools.markobject not in operands:
+        if pickletools.markobject in operands:
+            num_operands_below_mark = operands.index(pickletools.markobject)
+            first_operand = self._marks.pop() - num_operands_below_mark
+        else:
             first_operand = len(self._sizes) - len(operands)
-            size = sum(self._sizes[first_operand:])
-            del self._sizes[first_operand:]
-            return size
 
-        # A mark is only a height: it has no entry in the stack itself.
-        height_of_mark = self._marks.pop()
-        size = sum(self._sizes[height_of_mark:])
-        num_operands_below_mark = operands.index(pickletools.markobject)
-        del self._sizes[height_of_mark - num_operands_below_mark :]
+        size = sum(self._sizes[first_operand:])
+        del self._sizes[first_operand:]
         return size
 
 

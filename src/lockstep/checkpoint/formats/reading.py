@@ -100,7 +100,8 @@ class Source:
     modules: tuple[str, ...] = ()
     """The names of the modules of a checkpoint."""
     find_training_tensors: Callable[[], Iterable[tuple[str, LazyTensor]]] = _no_tensors
-    """Returns the tensors of what is no model, with their names."""
+    """Returns the tensors that belong to no model, with their names. Those of a DCP folder may
+    include a model's."""
 
 
 def read_values(value: Any) -> Any:
@@ -126,9 +127,9 @@ def read_source(
     """Finds the weights in a file or folder.
 
     Args:
-        path: a safetensors file, a torch file, the index of several of either, a checkpoint, a DCP
-            folder, or a folder with one of these. In a run's folder, the latest complete checkpoint
-            is taken.
+        path: a safetensors file, a torch file, an index that lists several files of either kind, a
+            checkpoint, a DCP folder, or a folder with one of these. In a run's folder, the latest
+            complete checkpoint is taken.
         trust: whether a torch file may run its author's code while it is read.
         name: the name of one model in a checkpoint; or, in a torch file or a DCP folder, the key
             under which the model is, such as "model" in `{"model": state_dict}`.
@@ -144,7 +145,7 @@ def read_source(
     """
     path, kind = locate(path)
     if kind == "checkpoint":
-        return _read_checkpoint(path, name, all_if_unnamed=everything, lazy=lazy)
+        return _read_checkpoint(path, name, everything=everything, lazy=lazy)
 
     if kind == "torch":
         content = read_torch(path, trust)
@@ -189,8 +190,7 @@ def _read_dcp_folder(path: Path, name: str | None) -> Source:
         kind="a folder of torch.distributed.checkpoint",
         states=states,
         files=sorted(files),
-        # These are all tensors, including those of the model. The caller leaves the latter out.
-        find_training_tensors=lambda: tensors_in(tree),
+        find_training_tensors=lambda: tensors_in(tree),  # those of the model, too
     )
 
 
@@ -238,9 +238,9 @@ def locate(path: Path) -> tuple[Path, Kind]:
     if was_split:
         path = index_of(path)
 
-    # Opened first, so that a file that cannot be read is reported as such.
-    with opened(path) as file:
-        looks_like_safetensors = begins_like_safetensors(file)
+    with opened(path) as file:  # raises an error if the file cannot be read
+        # People who are used to torch.save may have named a file of save_weights "net.pth".
+        is_safetensors = begins_like_safetensors(file) or path.suffix == ".safetensors"
 
     is_index = path.suffix == ".json"
     if is_index:
@@ -252,11 +252,7 @@ def locate(path: Path) -> tuple[Path, Kind]:
             f"give the checkpoint that it is in: {path.parent}",
         )
 
-    # People who are used to torch.save may have named a file of save_weights "net.pth", so the
-    # first bytes count, too.
-    if path.suffix == ".safetensors" or looks_like_safetensors:
-        return path, "safetensors"
-    return path, "torch"
+    return path, "safetensors" if is_safetensors else "torch"
 
 
 def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
@@ -275,11 +271,11 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
     if len(indexes) == 1:
         return indexes[0], "index"
 
-    # The only file of a damaged checkpoint may not be everything that was saved.
+    # The single file may be meant. But beside several indexes nothing says what is meant, and the
+    # only file of a damaged checkpoint may not be everything that was saved.
+    has_several_indexes = len(indexes) > 1
     may_be_damaged_checkpoint = folder.name.startswith(("step-", ".step-"))
-    has_several_indexes = len(indexes) > 1  # nothing says which is meant
-    file_is_complete = not may_be_damaged_checkpoint and not has_several_indexes
-    if file is not None and file_is_complete:
+    if file is not None and not has_several_indexes and not may_be_damaged_checkpoint:
         return file, "safetensors" if file.suffix == ".safetensors" else "torch"
 
     raise unreadable(
@@ -426,14 +422,14 @@ def _short_values(content: Any) -> dict[str, Any]:
 # Checkpoints
 
 
-def _read_checkpoint(path: Path, name: str | None, *, all_if_unnamed: bool, lazy: bool) -> Source:
+def _read_checkpoint(path: Path, name: str | None, *, everything: bool, lazy: bool) -> Source:
     """Reads one module of a checkpoint, or all of them.
 
     Args:
         path: the folder of the checkpoint.
-        name: the name of the module. None: all modules if `all_if_unnamed`, otherwise the one that
+        name: the name of the module. None: all modules if `everything`, otherwise the one that
             is called "model" or the only one.
-        all_if_unnamed: whether to read all modules if none is named. Their values get the names
+        everything: whether to read all modules if none is named. Their values get the names
             "MODULE.NAME" in one state.
         lazy: whether all tensors are `LazyTensor`s, not views of the mapped files.
     """
@@ -442,7 +438,7 @@ def _read_checkpoint(path: Path, name: str | None, *, all_if_unnamed: bool, lazy
     if name is not None and name not in modules:
         raise _no_such_name_error(path, name, modules)
 
-    reads_several = name is None and all_if_unnamed and len(modules) > 1
+    reads_several = name is None and everything and len(modules) > 1
     if reads_several:
         found = FoundState(_read_all_modules(path, manifest, lazy=lazy), place="")
     else:

@@ -42,7 +42,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -184,13 +184,14 @@ class DeviceCheck(Extension):
         if micro_batch.first:
             self._forget_results()
             self._is_compared = False
-            # The last step has combined the buffers of all modules, or they were put back.
+            # The buffers should be equal, too: the last step has combined them over all processes,
+            # or, if it was left out, they were put back.
             self._compare_states()
 
         self._record_loss_scale_of_repeat(micro_batch)
 
     def _record_loss_scale_of_repeat(self, micro_batch: MicroBatch) -> None:
-        """Records the factor of the loss if this process repeats the virtual rank of another one.
+        """Records the factor of the loss if this process repeats a virtual rank of another process.
 
         If the results differ, all processes compute this virtual rank again, with these factors.
         """
@@ -297,22 +298,23 @@ class DeviceCheck(Extension):
 
         # Every virtual rank has to be computed by both. A loop that leaves out a micro-batch has
         # computed only one of the two.
-        owners_result_of = {result.virtual_rank: result for result in results_of_owners}
-        numbers_of_checkers = {result.virtual_rank for result in results_of_checkers}
-        if numbers_of_checkers != owners_result_of.keys():
+        owned = {result.virtual_rank: result for result in results_of_owners}
+        repeated = {result.virtual_rank: result for result in results_of_checkers}
+        if owned.keys() != repeated.keys():
             raise self._skipped_error()
 
-        for result in results_of_checkers:
-            number = result.virtual_rank
-            owners_result = owners_result_of[number]
-            if result.digest == owners_result.digest:
+        for virtual_rank, repeat in repeated.items():
+            original = owned[virtual_rank]
+            if repeat.digest == original.digest:
                 continue
 
             # All ranks have found the same first difference, so all of them take part in this
             # exchange. The checker of the virtual rank has recorded the factors of its loss.
-            self._dispute = _DisputeOfRanks(number, owner=owners_result.rank, checker=result.rank)
+            owner = original.rank
+            checker = repeat.rank
+            self._dispute = _DisputeOfRanks(virtual_rank, owner, checker)
             scales_of_ranks = self._run.collectives.exchange(self._recorded_scales)
-            return Dispute(number, scales_of_ranks[result.rank])
+            return Dispute(virtual_rank, scales_of_ranks[checker])
 
         return None
 
@@ -368,11 +370,13 @@ class DeviceCheck(Extension):
         Args:
             dispute: the virtual rank, and the two ranks that disagree about its results.
         """
-        # The first results: the owner computed it as a virtual rank of its own, and the checker
-        # repeated it. All ranks take part in the exchanges, as in every collective.
-        bits_of_owner = self._exchange_bits(self._result_as_owner)[dispute.owner]
-        bits_of_checker = self._exchange_bits(self._result_as_checker)[dispute.checker]
-        assert bits_of_owner is not None  # both have taken part in the dispute
+        # The first results. Every rank sends what it has computed as the owner of a virtual rank,
+        # and what it has computed as a checker. Only these two are of the disputed virtual rank.
+        bits_of_owners = self._exchange_bits(self._result_as_owner)
+        bits_of_checkers = self._exchange_bits(self._result_as_checker)
+        bits_of_owner = bits_of_owners[dispute.owner]
+        bits_of_checker = bits_of_checkers[dispute.checker]
+        assert bits_of_owner is not None
         assert bits_of_checker is not None
         digests_before_dispute = {
             dispute.owner: digest(bits_of_owner),
@@ -417,39 +421,36 @@ class DeviceCheck(Extension):
     # States
 
     def _compare_states(self) -> None:
-        """Compares parameters, states of optimizers and buffers over the ranks that have the same.
-
-        A group is, for example, the parameters that the ranks 1 and 3 both have.
+        """Compares the groups of tensors that must be equal on several ranks, see `GroupKey`.
 
         Raises:
             WrongDeviceError: on all ranks, if some rank has different bits.
         """
-        # For each group of this rank, the sums of the bits by name.
+        # Every rank gets the digests of all groups, also of those that it does not have. So all
+        # ranks find the same differences, and raise the same error.
         own_bits_of_group = self._bits_of_groups()
-
-        # `digests_of_rank` has, for each rank of a group, a digest of the names of its tensors, and
-        # one of their bits.
         for key, digests_of_rank in self._exchange_group_digests(own_bits_of_group).items():
             # An optimizer that spreads its state over the ranks has other tensors on each of them.
             # These cannot be compared.
-            all_digests = digests_of_rank.values()
-            have_same_tensors = len({digests.names for digests in all_digests}) == 1
-            have_same_bits = len({digests.bits for digests in all_digests}) == 1
+            digests_of_names = {digests.names for digests in digests_of_rank.values()}
+            have_same_tensors = len(digests_of_names) == 1
+            digests_of_bits = {digests.bits for digests in digests_of_rank.values()}
+            have_same_bits = len(digests_of_bits) == 1
             if have_same_tensors and not have_same_bits:
-                ranks = list(digests_of_rank)
-                own_bits = own_bits_of_group.get(key, {})  # empty if this rank is none of `ranks`
-                self._raise_difference(key.kind, ranks, own_bits)
+                own_bits = own_bits_of_group.get(key, {})
+                self._raise_difference(key.kind, list(digests_of_rank), own_bits)
 
     def _exchange_group_digests(
         self, own_bits_of_group: Mapping[GroupKey, BitSums]
     ) -> dict[GroupKey, dict[int, _GroupDigests]]:
-        """Exchanges the groups of all ranks, as digests.
+        """Sends two digests of each group of tensors that this rank has, to all ranks.
 
         Args:
             own_bits_of_group: for each group of this rank, the sums of the bits by name.
 
         Returns:
-            For each group of any rank, the digests by rank.
+            For each group that any rank has, the digests of the ranks that have it. For example, of
+            parameters on the ranks 1 and 3: `{(PARAMETERS, 1, 2): {1: digests, 3: digests}}`.
         """
         own_entries = []
         for own_key, bits in own_bits_of_group.items():
@@ -484,48 +485,41 @@ class DeviceCheck(Extension):
         return bits_of_group
 
     def _tensors_of_groups(self) -> dict[GroupKey, dict[str, Tensor]]:
-        """Returns the tensors that must be equal on several ranks: for each group, by name."""
+        """Returns the tensors that must be equal on several ranks: for each group, by name.
+
+        For example, on all of 2 ranks:
+
+            {(PARAMETERS, 0, 2): {"fc.weight": tensor},
+             (OPTIMIZER_STATE, 0, 2): {"exp_avg of fc.weight": tensor},
+             (BUFFERS, 0, 2): {"norm.running_mean": tensor}}
+        """
         tensors_of_group: defaultdict[GroupKey, dict[str, Tensor]] = defaultdict(dict)
         for prefix, wrapped in self._named_modules():
+            # An optimizer knows its parameters as objects. `equal_tensors` may return copies.
+            parameter_of_name = dict(users_module(wrapped).named_parameters())
             for equal_tensors in wrapped.equal_tensors():
                 ranks = dist.get_process_group_ranks(equal_tensors.group)
                 key_of_parameters = GroupKey(message.PARAMETERS, min(ranks), len(ranks))
+                key_of_states = GroupKey(message.OPTIMIZER_STATE, min(ranks), len(ranks))
                 for name, tensor in equal_tensors.parameters.items():
                     tensors_of_group[key_of_parameters][prefix + name] = tensor
-
-                key_of_states = GroupKey(message.OPTIMIZER_STATE, min(ranks), len(ranks))
-                names_of_parameters = equal_tensors.parameters.keys()
-                states = self._optimizer_tensors(wrapped, names_of_parameters, prefix)
-                tensors_of_group[key_of_states].update(states)
+                    state = self._optimizer_tensors(parameter_of_name.get(name))
+                    for state_name, state_tensor in state.items():
+                        full_name = f"{state_name} of {prefix}{name}"
+                        tensors_of_group[key_of_states][full_name] = state_tensor
 
             for name, buffer in _combined_buffers(wrapped).items():
                 tensors_of_group[self._key_of_buffers()][prefix + name] = buffer
+        return tensors_of_group
 
-        return {key: tensors for key, tensors in tensors_of_group.items() if tensors}
-
-    def _optimizer_tensors(
-        self, wrapped: PreparedModule, names_of_parameters: Collection[str], prefix: str
-    ) -> dict[str, Tensor]:
-        """Returns the tensors that the optimizers keep for some parameters of a module, by name.
-
-        Example: `{"exp_avg of GPT 0: fc.weight": tensor}`.
-
-        Args:
-            wrapped: the module.
-            names_of_parameters: the names of the parameters.
-            prefix: the prefix for the names of its parameters.
-        """
-        # The optimizer has its state by the parameters themselves. (`equal_tensors` may return
-        # copies of them.)
-        parameter_of_name = dict(users_module(wrapped).named_parameters())
+    def _optimizer_tensors(self, parameter: nn.Parameter | None) -> dict[str, Tensor]:
+        """Returns the tensors that the optimizers keep for a parameter: `{"exp_avg": tensor}`."""
         tensors: dict[str, Tensor] = {}
-        for name in names_of_parameters:
-            parameter = parameter_of_name.get(name)
-            for optimizer in self._optimizers:
-                state = optimizer.inner.state.get(parameter, {})
-                for state_name, value in state.items():
-                    if isinstance(value, Tensor):
-                        tensors[f"{state_name} of {prefix}{name}"] = value
+        for optimizer in self._optimizers:
+            state = optimizer.inner.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[name] = value
         return tensors
 
     def _raise_difference(self, kind: str, ranks: Sequence[int], bits: BitSums) -> None:
@@ -662,7 +656,7 @@ def _sums_of_gradients(wrapped: PreparedModule) -> dict[str, Tensor]:
     if wrapped.gradient_bits is not None:
         # Under FSDP this rank only keeps its shards of the gradients. The wrapper has computed the
         # sums from the full gradients, before they were sharded.
-        return dict(wrapped.gradient_bits())
+        return wrapped.gradient_bits()
 
     gradients = {}
     for name, parameter in users_module(wrapped).named_parameters():

@@ -114,41 +114,44 @@ def _describe_computation(
     """
     wrong = name_devices(verdict.ranks, devices)
     both = name_devices([difference.owner, difference.checker], devices)
+    num_others = len(devices) - len(verdict.ranks)
+    match verdict.kind:
+        # A majority of all ranks agrees, now that all have computed it.
+        case Kind.WRONG:
+            return (
+                f"all ranks computed it again, and {wrong} got different bits than "
+                f"{count_noun(num_others, 'rank')} that agree"
+            )
+        case Kind.WRONG_ONCE:
+            return (
+                f"{wrong} got different bits than all ranks did when they computed it again, so "
+                "the error came once"
+            )
 
-    # A majority of all ranks agrees, now that all have computed it.
-    if verdict.kind is Kind.WRONG:
-        others = len(devices) - len(verdict.ranks)
-        return (
-            f"all ranks computed it again, and {wrong} got different bits than "
-            f"{count_noun(others, 'rank')} that agree"
-        )
+        # There are two ranks, and no majority.
+        case Kind.CHANGING:
+            return (
+                f"{wrong} got different bits each of two times, and the other rank the same both "
+                "times"
+            )
+        case Kind.ONE_OF_TWO:
+            return (
+                f"{both} got different bits, each the same ones both times, and one of the two is "
+                "wrong"
+            )
 
-    if verdict.kind is Kind.WRONG_ONCE:
-        return (
-            f"{wrong} got different bits than all ranks did when they computed it again, so the "
-            "error came once"
-        )
+        # There may be more ranks, and no majority.
+        case Kind.ALL_CHANGING:
+            return f"{both} got different bits each time"
+        case Kind.NO_MAJORITY:
+            return f"all {len(devices)} ranks computed it again, and no bits have a majority"
 
-    # No majority: there are only two ranks, or the virtual rank was not computed again, or the
-    # results are all different.
-    if verdict.kind is Kind.CHANGING:
-        return (
-            f"{wrong} got different bits each of two times, and the other rank the same both times"
-        )
-    if verdict.kind is Kind.ONE_OF_TWO:
-        return (
-            f"{both} got different bits, each the same ones both times, and one of the two is wrong"
-        )
-    if verdict.kind is Kind.NOT_REPEATED:
-        return (
-            f"{both} got different bits, of which one is wrong, and as the training loop gets "
-            "batches ahead they could not be computed again"
-        )
-    if verdict.kind is Kind.ALL_CHANGING:
-        return f"{both} got different bits each time"
-
-    assert verdict.kind is Kind.NO_MAJORITY
-    return f"all {len(devices)} ranks computed it again, and no bits have a majority"
+        # It was not computed again.
+        case Kind.NOT_REPEATED:
+            return (
+                f"{both} got different bits, of which one is wrong, and as the training loop gets "
+                "batches ahead they could not be computed again"
+            )
 
 
 def _describe_computed_tensors(tensors: Sequence[str], buffers: Sequence[str]) -> str:

@@ -290,8 +290,6 @@ def _compare_steps(comparison: JournalComparison, common_steps: Sequence[int]) -
 
     Writes that step, and how many steps were compared, into `comparison`.
     """
-    # The losses are in the journals at every step, and the hashes at every tenth, for example. So
-    # weights that differ may have done so since the last step whose hashes were equal.
     journal_a, journal_b = comparison.journals
     last_equal_step = None
     last_step_with_equal_hashes = None
@@ -306,6 +304,8 @@ def _compare_steps(comparison: JournalComparison, common_steps: Sequence[int]) -
 
         if not differences.is_empty:
             differences.step_before = last_equal_step
+            # The hashes may be only in every tenth step, for example. Then weights that differ may
+            # have done so since any step after this one.
             differences.hashes_before = last_step_with_equal_hashes
             comparison.first_difference = differences
             return
@@ -324,23 +324,17 @@ def _compare_step(journal_a: Journal, journal_b: Journal, step: int) -> StepDiff
 
     # Losses and gradients belong to parts of the global batch: one for each virtual rank; if there
     # are none, one for each rank.
-    have_same_parts = _have_same_parts(journal_a, journal_b, step_a=a, step_b=b)
-    differences.has_losses = have_same_parts
-    if have_same_parts:
+    if _have_same_parts(journal_a, journal_b, step_a=a, step_b=b):
+        differences.has_losses = True
         differences.losses = _differing_losses(a, b)
-    if have_same_parts and differences.has_hashes:
-        # Without virtual ranks, no gradients are recorded.
-        differences.gradients_are_known = journal_a.virtual_ranks is not None
-        differences.gradients = _differing_gradients(a, b)
+        if differences.has_hashes:
+            # Without virtual ranks, no gradients are recorded.
+            differences.gradients_are_known = journal_a.virtual_ranks is not None
+            differences.gradients = _differing_gradients(a, b)
 
-    if not differences.has_hashes:
-        return differences
-
-    # `names` has the parameters first, then the buffers, which have no optimizer state.
-    parameters_a = a.names[: a.num_parameters]
-    parameters_b = b.names[: b.num_parameters]
-    differences.state = _differing_names(parameters_a, a.state, parameters_b, b.state)
-    differences.weights = _differing_names(a.names, a.weights, b.names, b.weights)
+    if differences.has_hashes:
+        differences.state = _differing_names(a.parameter_names, a.state, b.parameter_names, b.state)
+        differences.weights = _differing_names(a.names, a.weights, b.names, b.weights)
     return differences
 
 
@@ -360,13 +354,11 @@ def _differing_losses(a: JournalStep, b: JournalStep) -> dict[int, tuple[float, 
 
 def _differing_gradients(a: JournalStep, b: JournalStep) -> dict[int, list[str]]:
     """Returns the parameters whose gradients differ, by the virtual rank."""
-    parameters_a = a.names[: a.num_parameters]
-    parameters_b = b.names[: b.num_parameters]
     differing = {}
     for virtual_rank in sorted(set(a.gradients) | set(b.gradients)):
         gradients_a = _gradient_hashes(a, virtual_rank)
         gradients_b = _gradient_hashes(b, virtual_rank)
-        names = _differing_names(parameters_a, gradients_a, parameters_b, gradients_b)
+        names = _differing_names(a.parameter_names, gradients_a, b.parameter_names, gradients_b)
         if names:
             differing[virtual_rank] = names
     return differing

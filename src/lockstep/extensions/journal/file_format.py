@@ -272,22 +272,18 @@ def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) 
     num_parts = _read_step_fields(content, 0).num_parts
     numbers = np.frombuffer(content, "<u8", offset=STEP_FIELDS.size)
 
-    num_weights = 0
-    gradients_per_part = 0
-    if table is not None:
-        num_weights = len(table.hashed_weights)
-        if has_gradients:
-            gradients_per_part = table.num_parameters
+    step_has_gradients = has_gradients and table is not None
+    hashed = NO_TENSORS if table is None else table
+    gradients_per_part = hashed.num_parameters if step_has_gradients else 0
 
     # With 2 parts, 3 parameters and 3 hashes of weights, the lengths are 2, 2, 6 and 3, so the
     # numbers are cut at 2, 4, 10 and 13. The hashes of states are what remains.
-    lengths = [num_parts, num_parts, num_parts * gradients_per_part, num_weights]
-    cuts = np.cumsum(lengths)
+    num_gradients = num_parts * gradients_per_part
+    cuts = np.cumsum([num_parts, num_parts, num_gradients, len(hashed.hashed_weights)])
     parts, losses, gradients, weights, state = np.split(numbers, cuts)
 
     part_numbers = parts.tolist()
     gradients_of_parts: dict[int, Hashes] = {}
-    step_has_gradients = table is not None and has_gradients
     if step_has_gradients:
         rows = gradients.reshape(num_parts, gradients_per_part)
         gradients_of_parts = dict(zip(part_numbers, rows, strict=True))

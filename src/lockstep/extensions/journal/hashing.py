@@ -151,23 +151,54 @@ def _find_places(parts: Sequence[TensorPart], pieces: Sequence[_SmallPiece]) -> 
     tensor, which is byte 476 of block 1. It gets two blocks, begins at their byte 476, and they
     have the factors of the tensor's blocks 1 and 2. The rest of the two blocks stays 0.
     """
+    # The comments give the numbers of this example, if the piece is the first one.
     places = []
-    num_blocks = 0
+    num_blocks_before = 0
     for piece in pieces:
         part = parts[piece.tensor_index]
-        byte_of_tensor = part.first_byte + piece.first_element * part.dtype.itemsize
-        block_of_tensor, bytes_before = divmod(byte_of_tensor, BLOCK_BYTES)
+        byte_of_tensor = part.first_byte + piece.first_element * part.dtype.itemsize  # 1500
+        block_of_tensor, byte_of_block = divmod(byte_of_tensor, BLOCK_BYTES)  # 1, 476
+        num_blocks = ceil_div(byte_of_block + piece.num_bytes, BLOCK_BYTES)  # 2
         place = _Place(
             piece,
             part,
-            first_block=num_blocks,
-            num_blocks=ceil_div(bytes_before + piece.num_bytes, BLOCK_BYTES),
-            first_byte=num_blocks * BLOCK_BYTES + bytes_before,
+            first_block=num_blocks_before,  # 0
+            num_blocks=num_blocks,
+            first_byte=num_blocks_before * BLOCK_BYTES + byte_of_block,  # 476
             block_of_tensor=block_of_tensor,
         )
         places.append(place)
-        num_blocks += place.num_blocks
+        num_blocks_before += num_blocks
     return places
+
+
+def _factors_of_places(places: Sequence[_Place]) -> Numbers:
+    """Returns the factors of all blocks of the memory, in their order."""
+    factors = [np.empty(0, np.int64)]  # `concatenate` needs one array at least
+    for place in places:
+        factors.append(_factors_of_blocks(place.part, place.block_of_tensor, place.num_blocks))
+    return np.concatenate(factors)
+
+
+def _piece_to_copy(place: _Place, memory: Tensor) -> _CopiedPiece:
+    """Returns a small piece with the part of the memory that it is copied to."""
+    piece = place.piece
+    bytes_of_piece = memory[place.first_byte : place.first_byte + piece.num_bytes]
+    destination = bytes_of_piece.view(place.part.dtype)
+    if piece.elements is None:  # the tensor is copied with its shape
+        destination = destination.view(place.part.shape)
+    return _CopiedPiece(piece.tensor_index, piece.elements, destination)
+
+
+def _hash_indices_of_blocks(places: Sequence[_Place]) -> Numbers:
+    """Returns the index of the hash that each copied block is added to.
+
+    For three pieces of 3, 1 and 2 blocks that are added to the hashes 0, 0 and 2, it is [0, 0, 0,
+    0, 2, 2].
+    """
+    hash_indices = np.array([place.part.hash_index for place in places], dtype=np.int64)
+    block_counts = np.array([place.num_blocks for place in places], dtype=np.int64)
+    return np.repeat(hash_indices, block_counts)
 
 
 def _factors_of_blocks(part: TensorPart, first_block: int, num_blocks: int) -> Numbers:
@@ -265,39 +296,33 @@ class TensorHasher:
         return margins
 
     def _lay_out(self, parts: Sequence[TensorPart], pieces: Sequence[_SmallPiece]) -> None:
-        """Allocates the memory that the small pieces are copied to, each to blocks of its own."""
-        places = _find_places(parts, pieces)
-        factors = [np.empty(0, np.int64)]
-        for place in places:
-            factors.append(_factors_of_blocks(place.part, place.block_of_tensor, place.num_blocks))
-        self._copied_factors = self._to_device(np.concatenate(factors))
+        """Allocates the memory that the small pieces are copied to, each to blocks of its own.
 
+        It sets what `hashes` needs for these pieces: where each of them is copied to
+        (`_copied_pieces`), the words of the whole memory (`_copied_words`), the factor of each of
+        its blocks (`_copied_factors`), and the hash that each block is added to.
+        """
+        places = _find_places(parts, pieces)
         num_blocks = sum(place.num_blocks for place in places)
         memory = torch.zeros(num_blocks * BLOCK_BYTES, dtype=torch.uint8, device=self._device)
+
+        self._copied_pieces = [_piece_to_copy(place, memory) for place in places]
         self._copied_words = self._words(memory)
-        for place in places:
-            piece = place.piece
-            end_byte = place.first_byte + piece.num_bytes
-            destination = memory[place.first_byte : end_byte].view(place.part.dtype)
-            if piece.elements is None:  # the tensor is copied with its shape
-                destination = destination.view(place.part.shape)
-            self._copied_pieces.append(
-                _CopiedPiece(piece.tensor_index, piece.elements, destination)
-            )
+        self._copied_factors = self._to_device(_factors_of_places(places))
+        if self._with_numpy:
+            self._find_ranges_of_hashes(places)
+        else:
+            self._hash_index_of_block = self._to_device(_hash_indices_of_blocks(places))
 
-        self._find_blocks_of_hashes(places, num_blocks)
-
-    def _find_blocks_of_hashes(self, places: Sequence[_Place], num_blocks: int) -> None:
-        """Finds out which copied blocks are added to which hash, see `_add_up_copied_blocks`.
+    def _find_ranges_of_hashes(self, places: Sequence[_Place]) -> None:
+        """Finds the range of copied blocks that are added to each hash, for `_add_up_with_numpy`.
 
         The pieces that are added to the same hash are next to each other, so their blocks are one
-        range of blocks. Example: three pieces are added to the hashes 0, 0 and 2. Their first
-        blocks are 0, 3 and 4, and there are 6 blocks. Then `_hash_indices` is [0, 2], and
-        `_first_blocks` is [0, 4]: the ranges have 4 and 2 blocks.
+        range. Example: three pieces have 3, 1 and 2 blocks, and are added to the hashes 0, 0 and 2.
+        Then `_hash_indices` is [0, 2], and `_first_blocks` is [0, 4].
 
         Args:
             places: the places of the pieces, in ascending order of the hash.
-            num_blocks: the number of blocks of all pieces.
         """
         self._hash_indices: list[int] = []
         first_blocks: list[int] = []  # for each of these hashes, where its range begins
@@ -307,12 +332,6 @@ class TensorHasher:
                 self._hash_indices.append(hash_index)
                 first_blocks.append(place.first_block)
         self._first_blocks = np.array(first_blocks, dtype=np.int64)
-
-        # numpy adds up ranges of blocks, and torch needs the index of the hash for each block.
-        if not self._with_numpy:
-            sizes_of_ranges = np.diff(np.append(self._first_blocks, num_blocks))
-            hash_indices = np.array(self._hash_indices, dtype=np.int64)
-            self._hash_index_of_block = self._to_device(np.repeat(hash_indices, sizes_of_ranges))
 
     def hashes(self, tensors: Sequence[Tensor | None]) -> Any:
         """Hashes tensors, without waiting for a GPU.

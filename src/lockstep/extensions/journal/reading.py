@@ -43,6 +43,11 @@ class JournalStep(NamedTuple):
     state: Hashes
     """One hash for the optimizer state of each parameter, after the step."""
 
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """The names of the trained parameters."""
+        return self.names[: self.num_parameters]
+
 
 class _Attempt(NamedTuple):
     """An attempt, with the files that hold its steps."""
@@ -139,13 +144,8 @@ def read_journal(folder: Path) -> Journal:
         notes += _notes_on_files(number, files)
         if _all_ranks_have_first_step(folder, number, files):
             complete_starts.append(files)
-            continue
-
-        # Without damage, the start ended before its first step, so that there is nothing to say.
-        damaged_ranks = _ranks_with_damaged_beginning(files)
-        if damaged_ranks:
-            ranks = format_ranks(damaged_ranks)
-            notes.append(f"start {number} is left out: its beginning on {ranks} is damaged")
+        else:
+            notes += _notes_on_incomplete_start(number, files)
     if not complete_starts:
         raise _no_start_error(folder, files_of_start, notes)
 
@@ -169,6 +169,20 @@ def read_journal(folder: Path) -> Journal:
     for files in complete_starts:
         _add_start(journal, files)
     return journal
+
+
+def _notes_on_incomplete_start(number: int, files: Mapping[int, RankFile]) -> list[str]:
+    """Returns a note if a start without a first step is damaged, and none if it ended before that.
+
+    Args:
+        number: the number of the start, from 1.
+        files: its files, by rank.
+    """
+    damaged_ranks = _ranks_with_damaged_beginning(files)
+    if not damaged_ranks:
+        return []
+    ranks = format_ranks(damaged_ranks)
+    return [f"start {number} is left out: its beginning on {ranks} is damaged"]
 
 
 def _ranks_with_damaged_beginning(files: Mapping[int, RankFile]) -> list[int]:

@@ -44,31 +44,34 @@ def _joined_gradient_hash(step: JournalStep) -> int:
 
     It also changes if two virtual ranks are swapped, since the names begin with the virtual rank.
     """
-    parameters = step.names[: step.num_parameters]
     total = 0
     for virtual_rank, hashes in step.gradients.items():
-        names = [f"{virtual_rank} {name}" for name in parameters]
+        names = [f"{virtual_rank} {name}" for name in step.parameter_names]
         total += _joined_hash(names, hashes)
     return total % 2**64
 
 
 def _step_line(number: int, step: JournalStep) -> str:
     """Returns the line of a step: "step 7: losses 3f2a..., weights 81c0..., ..."."""
-    # `step.losses` has a loss for each virtual rank, or for each rank if there are none. A loss is
-    # a single number, so its 64 bits serve as its hash.
-    loss_names = [f"loss {rank}" for rank in step.losses]
-    bits_of_losses = np.array(list(step.losses.values()), "<f8").view("<u8")
-    text = f"step {number}: losses {_joined_hash(loss_names, bits_of_losses):016x}"
+    text = f"step {number}: losses {_joined_loss_hash(step):016x}"
     if not step.has_hashes:
         return text
 
-    # The names are those of the parameters, followed by those of the buffers.
-    parameters = step.names[: step.num_parameters]
     if step.gradients:
         text += f", gradients {_joined_gradient_hash(step):016x}"
     text += f", weights {_joined_hash(step.names, step.weights):016x}"
-    text += f", optimizer state {_joined_hash(parameters, step.state):016x}"
+    text += f", optimizer state {_joined_hash(step.parameter_names, step.state):016x}"
     return text
+
+
+def _joined_loss_hash(step: JournalStep) -> int:
+    """Returns one hash of the losses of all virtual ranks, or of all ranks if there are none.
+
+    A loss is a single number, so its 64 bits serve as its hash.
+    """
+    names = [f"loss {rank}" for rank in step.losses]
+    hashes_of_losses = np.array(list(step.losses.values()), "<f8").view("<u8")
+    return _joined_hash(names, hashes_of_losses)
 
 
 def _joined_hash(names: Sequence[str], hashes: Hashes) -> int:

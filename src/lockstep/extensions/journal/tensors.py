@@ -102,6 +102,15 @@ class _OwnPart(NamedTuple):
     """An odd number that its hash is multiplied by."""
 
 
+class EntryHashes(NamedTuple):
+    """The hashes that this rank contributes to the entries of a journal."""
+
+    entries: tuple[int, ...]
+    """The numbers of the entries, in ascending order."""
+    hashes: Any
+    """One hash for each of them, as `SpreadHasher.hashes` returns them."""
+
+
 class HashedTensors:
     """Hashes this rank's part of a list of tensors.
 
@@ -120,9 +129,8 @@ class HashedTensors:
         self._parts: list[Tensor] = []
         """What this rank hashes of them: whole tensors, and its shards of the others."""
         self._hasher = SpreadHasher([], [], 0, device)
-        self.hashed_entries: tuple[int, ...] = ()
-        """The journal entries to which this rank contributes a hash, in ascending order. They are
-        known after the first call of `hashes`."""
+        self._entries: tuple[int, ...] = ()
+        """The journal entries to which this rank contributes a hash of them, in ascending order."""
 
     def hashes(
         self,
@@ -131,17 +139,17 @@ class HashedTensors:
         entry_of_tensor: Sequence[int],
         owners: Sequence[int],
         keys: Sequence[str] = (),
-    ) -> Any:
+    ) -> EntryHashes:
         """Hashes the tensors or shards that this rank has to hash.
 
-        If the tensors are the same objects as in the last call, only they are looked at: what that
-        call has found out from the other arguments still holds.
+        If the tensors are the same objects as in the last call, the other arguments are ignored:
+        they must be the same, too.
 
         A journal has numbered entries with one hash each, for example an entry for each parameter.
         The hashes of all tensors of an entry are added up. Example: the optimizer has two tensors
         for parameter 0 and one for parameter 1, and rank 1 owns only the last of them. With
-        `entry_of_tensor=[0, 0, 1]` and `owners=[0, 0, 1]`, rank 1 returns one hash, and its
-        `hashed_entries` are `(1,)`.
+        `entry_of_tensor=[0, 0, 1]` and `owners=[0, 0, 1]`, rank 1 returns one hash, for the entries
+        `(1,)`.
 
         Args:
             tensors: whole tensors or DTensors.
@@ -149,19 +157,15 @@ class HashedTensors:
             owners: for each tensor, the rank that hashes it if all ranks have it.
             keys: for each tensor, a name that distinguishes it from the other tensors of the same
                 entry; empty if every entry has one tensor only.
-
-        Returns:
-            One hash for each of `self.hashed_entries`, as `SpreadHasher.hashes` returns them.
         """
         are_same_number = len(tensors) == len(self._tensors)
         are_same = are_same_number and all(map(is_, tensors, self._tensors))
         if not are_same:
-            # This sets `self.hashed_entries`, `self._parts` and their hasher.
             self._prepare(tensors, entry_of_tensor, owners, keys)
 
         # `_prepare` has kept the tensors themselves, or views of their shards. So `_parts` have the
         # present values.
-        return self._hasher.hashes(self._parts)
+        return EntryHashes(self._entries, self._hasher.hashes(self._parts))
 
     def _prepare(
         self,
@@ -172,11 +176,10 @@ class HashedTensors:
     ) -> None:
         """Finds the parts that this rank has to hash, and builds their hasher.
 
-        Takes the arguments of `hashes`, and sets `self.hashed_entries`. Example: four tensors
-        belong to the entries `[1, 2, 5, 5]`, and this rank owns all but the first. Then it
-        contributes to the entries (2, 5). The hasher, which numbers its hashes without gaps, adds
-        the second tensor to its hash 0, and the last two to its hash 1.
+        It takes the arguments of `hashes`. Example: four tensors belong to the entries `[1, 2, 5,
+        5]`, and this rank owns all but the first.
         """
+        # The comments give the values of this example.
         self._tensors = tensors
         own_parts: list[_OwnPart] = []
         for index, tensor in enumerate(tensors):
@@ -185,8 +188,9 @@ class HashedTensors:
             if part is not None:
                 own_parts.append(part)
 
-        self.hashed_entries = tuple(sorted({part.entry for part in own_parts}))
-        hash_index_of_entry = {entry: index for index, entry in enumerate(self.hashed_entries)}
+        self._entries = tuple(sorted({part.entry for part in own_parts}))  # (2, 5)
+        # The hasher numbers its hashes without gaps: {2: 0, 5: 1}
+        hash_index_of_entry = {entry: index for index, entry in enumerate(self._entries)}
 
         descriptions = [
             TensorPart(
@@ -200,7 +204,7 @@ class HashedTensors:
         ]
         self._parts = [part.tensor for part in own_parts]
         devices = [part.device for part in self._parts]
-        self._hasher = SpreadHasher(descriptions, devices, len(self.hashed_entries), self._device)
+        self._hasher = SpreadHasher(descriptions, devices, len(self._entries), self._device)
 
     def _own_part(self, tensor: Tensor, entry: int, owner: int, key: str | None) -> _OwnPart | None:
         """Returns the part of a tensor that this rank has to hash; None if it has none.
@@ -223,8 +227,15 @@ class HashedTensors:
             return None
 
         # With a factor of its own for each tensor, the sum also changes if two of them are swapped.
-        factor = 1 if key is None else int(mixed_numbers(zlib.crc32(key.encode()), 1)[0])
+        factor = 1 if key is None else _factor_of_key(key)
         return _OwnPart(part, entry, first_byte, factor)
+
+
+def _factor_of_key(key: str) -> int:
+    """Returns an odd number that looks random, and depends on the key alone."""
+    index_in_sequence = zlib.crc32(key.encode())
+    (factor,) = mixed_numbers(index_in_sequence, 1)
+    return int(factor)
 
 
 def _is_first_copy(tensor: Any) -> bool:

@@ -44,6 +44,7 @@ from lockstep.extensions.journal.hashing import (
 )
 from lockstep.extensions.journal.manifest import run_manifest
 from lockstep.extensions.journal.tensors import (
+    EntryHashes,
     HashedTensors,
     NamedParameters,
     collect_tensors,
@@ -190,9 +191,9 @@ class Journal(Extension):
     def before_backward(self, loss: Any, micro_batch: MicroBatch) -> None:
         """Discards hashes of gradients that the loop has cleared instead of making a step.
 
-        Called before each backward pass. Before the first one of a global batch, a parameter still
-        has the gradient of earlier global batches for which no optimizer has stepped. If the loop
-        has called `zero_grad()`, the gradient is None, and its hash must not be written.
+        If the loop has left out the optimizer's step, the gradients of that global batch are still
+        there when the next one begins, and those of the next one are added to them. But if the loop
+        has called `zero_grad()`, they are None, and their hashes must not be written.
         """
         if not self._may_have_dropped_gradients:
             return
@@ -202,13 +203,13 @@ class Journal(Extension):
         if all(are_kept):
             return
 
-        # Each virtual rank has one hash for each parameter. That of a gradient that was cleared is
-        # multiplied by 0.
-        factors: Any = np.array(are_kept, np.int64)
+        # Each virtual rank has an array with one hash for each parameter. The hash of a gradient
+        # that was cleared is multiplied by 0, and others by 1.
+        zeros_and_ones: Any = np.array(are_kept, np.int64)
         if self._device.type != "cpu":
-            factors = copy_to_device(torch.from_numpy(factors), self._device)
+            zeros_and_ones = copy_to_device(torch.from_numpy(zeros_and_ones), self._device)
         for hashes_of_parameters in self._gradient_hashes.values():
-            hashes_of_parameters *= factors
+            hashes_of_parameters *= zeros_and_ones
 
     def leaf_gradient(
         self,
@@ -236,8 +237,8 @@ class Journal(Extension):
         group = tuple(zip(map(id, parameters), devices, strict=True))
         if group not in self._hasher_of_group:
             self._hasher_of_group[group] = self._make_gradient_hasher(parameters, devices)
-        # Of the group (c, frozen weight), only the gradient 0 is hashed; in the model, it is 2.
         hasher, indices_in_group, indices_in_model = self._hasher_of_group[group]
+        # For (c, frozen weight), they are [0] and [2]: only the gradient of c is hashed.
         new_hashes = hasher.hashes([gradients[index] for index in indices_in_group])
 
         assert micro_batch.virtual_rank is not None
@@ -418,43 +419,42 @@ class Journal(Extension):
         owners = owners_by_size([t.nbytes for t in tensors.values()], self._run.topology.size)
         hasher = HashedTensors(self._run.topology.rank, self._device)
         each_has_its_own_entry = range(len(tensors))
-        signed_hashes = hasher.hashes(
+        own = hasher.hashes(
             list(tensors.values()), entry_of_tensor=each_has_its_own_entry, owners=owners
         )
 
-        # The call has set `hashed_entries`: the entries that this rank owns, in the order of the
-        # hashes.
         names = list(tensors)
-        names_of_owned = [names[index] for index in hasher.hashed_entries]
-        unsigned_hashes = [signed_hash % 2**64 for signed_hash in signed_hashes.tolist()]
-        return dict(zip(names_of_owned, unsigned_hashes, strict=True))
+        unsigned_hash_of_name = {}
+        for index, signed_hash in zip(own.entries, own.hashes.tolist(), strict=True):
+            unsigned_hash_of_name[names[index]] = signed_hash % 2**64
+        return unsigned_hash_of_name
 
     def _finish_step(self) -> None:
         """Writes the losses and hashes of the finished step; does nothing if it is written."""
         if self._finished_step is None:
             return
-        number = self._finished_step
+        step = self._finished_step
         self._finished_step = None
 
-        weight_hashes = self._hash_weights()
-        state_hashes = self._hash_state()
-        self._write_table_if_changed()
+        weights = self._hash_weights()
+        state = self._hash_state()
+        self._write_table_if_changed(weights.entries, state.entries)
 
         # The order is that of `file_format`: the losses of all parts, the gradient hashes of all
         # parts, the hashes of the weights, and those of the optimizer state.
         parts = sorted(self._losses)  # virtual ranks, or this rank
-        numbers = [self._bits_of_losses([self._losses[part] for part in parts])]
+        arrays = [self._bits_of_losses([self._losses[part] for part in parts])]
         if self._has_virtual_ranks:
             # A virtual rank without samples has no gradients.
             no_gradients = zero_hashes(len(self._parameters), self._device)
-            numbers += [self._gradient_hashes.get(part, no_gradients) for part in parts]
-        numbers += [weight_hashes, state_hashes]
-        self._write_numbers(step_head(number, parts, self._num_tables), numbers)
+            arrays += [self._gradient_hashes.get(part, no_gradients) for part in parts]
+        arrays += [weights.hashes, state.hashes]
+        self._write_numbers(step_head(step, parts, self._num_tables), arrays)
 
         self._gradient_hashes.clear()
         self._losses = {}
 
-    def _hash_weights(self) -> Any:
+    def _hash_weights(self) -> EntryHashes:
         """Hashes the parameters and buffers, each of which is hashed by one rank, its owner."""
         weights = self._weights()
         each_has_its_own_entry = range(len(weights))
@@ -462,7 +462,7 @@ class Journal(Extension):
             weights, entry_of_tensor=each_has_its_own_entry, owners=self._owners
         )
 
-    def _hash_state(self) -> Any:
+    def _hash_state(self) -> EntryHashes:
         """Hashes the state of the optimizers.
 
         The tensors of one parameter, such as its momentum, have one hash together, and the same
@@ -486,9 +486,9 @@ class Journal(Extension):
         """
         parts = sorted(losses)
         if self._device.type == "cpu":
-            # Numpy is avoided here: its calls take a noticeable part of a short step. So are system
-            # calls: the record may be written together with later ones.
+            # Without numpy, whose calls take a noticeable part of a short step.
             values = [float(losses[part]) for part in parts]
+            # For the same reason, there is no system call for each record.
             self._write(loss_content(number, parts, values), may_write_later=True)
             return
 
@@ -499,13 +499,20 @@ class Journal(Extension):
         bits_of_losses = self._bits_of_losses([losses[part] for part in parts])
         self._write_numbers(head, [bits_of_losses])
 
-    def _write_table_if_changed(self) -> None:
-        """Writes which tensors the hashes of the next steps belong to, if that has changed."""
+    def _write_table_if_changed(
+        self, hashed_weights: tuple[int, ...], hashed_states: tuple[int, ...]
+    ) -> None:
+        """Writes which tensors the hashes of the next steps belong to, if that has changed.
+
+        Args:
+            hashed_weights: the indices in `_names` of the tensors that this rank hashes.
+            hashed_states: those of the parameters whose optimizer state this rank hashes.
+        """
         table = TensorTable(
             names=self._names,
             num_parameters=len(self._parameters),
-            hashed_weights=self._weight_hasher.hashed_entries,
-            hashed_states=self._state_hasher.hashed_entries,
+            hashed_weights=hashed_weights,
+            hashed_states=hashed_states,
         )
         if table != self._written_table:
             self._written_table = table
@@ -530,7 +537,7 @@ class Journal(Extension):
 
     # The file
 
-    def _write_numbers(self, head: bytes, numbers: Sequence[Any]) -> None:
+    def _write_numbers(self, head: bytes, arrays: Sequence[Any]) -> None:
         """Writes a record of 64-bit integers.
 
         On a GPU, this only starts to copy the integers to the host. The record is written by a
@@ -539,13 +546,13 @@ class Journal(Extension):
 
         Args:
             head: the beginning of the record, before the integers.
-            numbers: the integers, as arrays or tensors that are joined.
+            arrays: the integers, as arrays or tensors that are joined.
         """
         if self._device.type == "cpu":
-            self._write(head + np.concatenate(numbers).tobytes(), may_write_later=True)
+            self._write(head + np.concatenate(arrays).tobytes(), may_write_later=True)
             return
 
-        on_host, copy_event = start_copy_to_host(torch.cat(list(numbers)))
+        on_host, copy_event = start_copy_to_host(torch.cat(list(arrays)))
         self._pending.append(_PendingRecord(head, on_host, copy_event))
         self._write_pending(wait=False)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lockstep.batch.digest_matching import first_differing_sample
-from lockstep.batch.fingerprint import Fingerprint, compare
+from lockstep.batch.fingerprint import Difference, Fingerprint, compare
 from lockstep.batch.indices import Indices, ceil_div
 from lockstep.distributed.rank_files import find_rank_files
 from lockstep.errors import CheckpointError
@@ -34,6 +34,14 @@ from lockstep.extensions.ledger.file_format import (
 )
 from lockstep.extensions.ledger.report import LedgerFinding, LedgerReport
 from lockstep.wording import count_noun, format_ranges, format_ranks, join_first
+
+# Codes of findings, which name entries of the catalogue of `lockstep explain`.
+TRAINED_TWICE = "LS101"
+LEFT_OUT = "LS102"
+OTHER_DATA = "LS104"
+OTHER_BATCHES = "LS109"
+"""Ranks or starts have divided the data into other global batches."""
+INCOMPLETE_RECORDS = "LS405"
 
 MAX_ITEMS_IN_TEXT = 5
 SAMPLES_COMPARED_AT_ONCE = 2**24
@@ -177,14 +185,14 @@ def _check_files(attempt: Attempt, number: int, report: LedgerReport) -> None:
     ranks_with_file = attempt.batches_of_rank.keys()
     for rank in range(attempt.num_ranks):
         if rank not in ranks_with_file:
-            report.add_finding("LS102", f"start {number}: the file of rank {rank} is missing")
+            report.add_finding(LEFT_OUT, f"start {number}: the file of rank {rank} is missing")
 
     # `files` is empty for later attempts of the same start, so no file is reported twice.
     for rank, file in sorted(attempt.files.items()):
         if file.damage.is_cut_off:
             report.notes.append(f"start {number}, rank {rank}: the last record is cut off")
         if file.damage.damaged_at:
-            report.add_finding("LS405", file.damage.describe(number, rank, file.name))
+            report.add_finding(INCOMPLETE_RECORDS, file.damage.describe(number, rank, file.name))
 
 
 def _find_final_attempts(attempts: Sequence[Attempt], report: LedgerReport) -> FinalAttempts:
@@ -241,7 +249,7 @@ def _collect_loaders(
     loaders: dict[int, dict[str, Any]] = {}
     reported_settings: set[tuple[int, str]] = set()  # a loader, and a setting of it that differs
     loaders_with_other_data: set[int] = set()
-    for number, rank, description in _descriptions_of_loaders(attempts):
+    for start_number, rank, description in _descriptions_of_loaders(attempts):
         loader = description["loader"]
         if loader not in loaders:
             loaders[loader] = description
@@ -250,13 +258,14 @@ def _collect_loaders(
         for name in _changed_settings(first_description, description):
             if (loader, name) not in reported_settings:
                 reported_settings.add((loader, name))
-                where = f"rank {rank} of start {number}"
+                where = f"rank {rank} of start {start_number}"
                 _report_changed_setting(first_description, description, name, where, report)
 
         if loader not in loaders_with_other_data:
-            data_differ = _report_other_data(first_description, description, number, report)
-            if data_differ:
+            difference = _difference_of_data(first_description, description)
+            if difference is not None:
                 loaders_with_other_data.add(loader)
+                _report_other_data(loader, start_number, difference, report)
     return loaders
 
 
@@ -294,9 +303,8 @@ def _report_changed_setting(
         where: the file that has it, such as "rank 1 of start 2".
         report: the report, which is added to.
     """
-    # LS104: a new length of the dataset means that the data has changed. LS109: a setting has
-    # changed, so that global batches consist of other samples.
-    code = "LS104" if name == "length" else "LS109"
+    data_have_changed = name == "length"
+    code = OTHER_DATA if data_have_changed else OTHER_BATCHES
     loader = first["loader"]
     report.add_finding(
         code,
@@ -332,49 +340,49 @@ def _report_kinds_of_loaders(
             report.by_sample.append(loader)
 
 
-def _report_other_data(
-    description_at_first: Mapping[str, Any],
-    description_now: Mapping[str, Any],
-    number: int,
-    report: LedgerReport,
-) -> bool:
+def _difference_of_data(
+    description_at_first: Mapping[str, Any], description_now: Mapping[str, Any]
+) -> Difference | None:
     """Compares the dataset of a loader with that of the first start.
 
     Args:
         description_at_first: the description of the loader in the first start.
         description_now: its description in a later start.
-        number: the number of the later start.
-        report: the report, to which a difference is added.
 
     Returns:
-        True if something differs.
+        None if the data are the same, or if one of the descriptions has no fingerprint of them:
+        that of a stream has none, nor has any in a ledger of an older version.
     """
-    # The description of a stream has no fingerprint of the data. Nor has any description in a
-    # ledger of an older version.
-    if description_at_first.get("data") is None or description_now.get("data") is None:
-        return False
+    data_at_first = description_at_first.get("data")
+    data_now = description_now.get("data")
+    if data_at_first is None or data_now is None:
+        return None
+    return compare(Fingerprint.from_text(data_at_first), Fingerprint.from_text(data_now))
 
-    fingerprint_at_first = Fingerprint.from_text(description_at_first["data"])
-    fingerprint_now = Fingerprint.from_text(description_now["data"])
-    difference = compare(fingerprint_at_first, fingerprint_now)
-    if difference is None:
-        return False
 
-    loader = description_at_first["loader"]
-    found = difference.found  # a text for the user
+def _report_other_data(
+    loader: int, start_number: int, difference: Difference, report: LedgerReport
+) -> None:
+    """Adds to the report how the data of a loader differ from those of the first start.
+
+    Args:
+        loader: the number of the loader.
+        start_number: the number of the start with other data.
+        difference: what differs.
+        report: the report, which is added to.
+    """
     if difference.other_samples:
         report.add_finding(
-            "LS104",
-            f"loader {loader}: the data of start {number} are not those of the first start: "
-            f"{found}",
+            OTHER_DATA,
+            f"loader {loader}: the data of start {start_number} are not those of the first start: "
+            f"{difference.found}",
             loader=loader,
         )
-    else:  # the samples are the same, but images are cropped in another way, for example
+    else:  # a part of each sample differs: images are cropped in another way, for example
         report.notes.append(
-            f"loader {loader}: start {number} read the samples in another way, "
-            f"{found}; other parts of them, such as the labels, are the same"
+            f"loader {loader}: start {start_number} read the samples in another way, "
+            f"{difference.found}; other parts of them, such as the labels, are the same"
         )
-    return True
 
 
 def _join_ranks(
@@ -394,17 +402,17 @@ def _join_ranks(
         parts_by_batch = _parts_by_batch(attempt, index, final_attempts)
         for (step, loader), parts in parts_by_batch.items():
             first = next(iter(parts.values()))  # all ranks should have the same epoch and position
-            absent_ranks = sorted(attempt.batches_of_rank.keys() - parts.keys())
+            ranks_without_step = sorted(attempt.batches_of_rank.keys() - parts.keys())
 
             # A run that is killed in its last step may leave it on some ranks only: no fault.
-            if absent_ranks and step == last_step:
+            if ranks_without_step and step == last_step:
                 report.notes.append(
-                    f"start {index + 1} ended in step {step}, before {format_ranks(absent_ranks)} "
-                    "had written it down; that step is left out"
+                    f"start {index + 1} ended in step {step}, before "
+                    f"{format_ranks(ranks_without_step)} had written it down; that step is left out"
                 )
                 continue
 
-            fault = _find_fault(parts, absent_ranks, attempt.num_ranks)
+            fault = _find_fault(parts, ranks_without_step, attempt.num_ranks)
             if fault is not None:
                 finding = LedgerFinding(
                     fault.code,
@@ -414,7 +422,7 @@ def _join_ranks(
                     epoch=first.epoch,
                 )
                 findings_by_fault[index, fault.code].append(finding)
-                if fault.code == "LS109":  # the parts belong to different global batches
+                if fault.code == OTHER_BATCHES:  # the parts belong to different global batches
                     continue
 
             samples: list[Indices] = []  # an array of each rank
@@ -466,25 +474,26 @@ class _Fault(NamedTuple):
     """Why what the ranks trained in a step is not one global batch."""
 
     code: str
-    """Such as `LS109`."""
+    """Such as `OTHER_BATCHES`."""
     what: str
     """A text for the user."""
 
 
 def _find_fault(
-    parts: Mapping[int, TrainedBatch], absent_ranks: Sequence[int], num_ranks: int
+    parts: Mapping[int, TrainedBatch], ranks_without_step: Sequence[int], num_ranks: int
 ) -> _Fault | None:
     """Compares what the ranks trained in a step; returns a fault if it is not one global batch.
 
     Args:
         parts: the part of a global batch that each rank has recorded, by rank. Each part says which
             global batch it is of, and how many samples that has on all ranks; these should agree.
-        absent_ranks: ranks that have a file and did not record the step.
+        ranks_without_step: the ranks that have a file, and did not record the step in it.
         num_ranks: how many ranks the attempt has. There are fewer files if some are missing.
 
     Returns:
-        The fault with its code: LS109 if the ranks disagree about the global batch, LS102 if
-        samples are missing, LS101 if some were trained twice. None if there is no fault.
+        The fault with its code: `OTHER_BATCHES` if the ranks disagree about the global batch,
+        `LEFT_OUT` if samples are missing, `TRAINED_TWICE` if some were trained twice. None if there
+        is no fault.
     """
     first_rank = next(iter(parts))
     first = parts[first_rank]
@@ -494,14 +503,15 @@ def _find_fault(
         same_size = part.global_samples == first.global_samples
         if not same_place or not same_size:
             return _Fault(
-                "LS109",
+                OTHER_BATCHES,
                 f"rank {first_rank} trained {place} ({first.global_samples} samples), "
                 f"rank {rank} global batch {part.position} of epoch {part.epoch} "
                 f"({part.global_samples} samples)",
             )
-    if absent_ranks:
-        return _Fault("LS102", f"{format_ranks(absent_ranks)} did not record {place}")
-    # If the file of a rank is missing, that was reported, and so are its samples.
+    if ranks_without_step:
+        return _Fault(LEFT_OUT, f"{format_ranks(ranks_without_step)} did not record {place}")
+
+    # The samples of a rank whose file is missing cannot be counted. That was reported already.
     some_files_are_missing = len(parts) < num_ranks
     if some_files_are_missing:
         return None
@@ -512,7 +522,7 @@ def _find_fault(
 
     samples_are_missing = num_recorded < first.global_samples
     return _Fault(
-        "LS102" if samples_are_missing else "LS101",
+        LEFT_OUT if samples_are_missing else TRAINED_TWICE,
         f"{place} has {first.global_samples} samples, and the parts of the ranks have "
         f"{num_recorded} together",
     )
@@ -530,7 +540,7 @@ def _check_beginnings(
     from its beginning, and rank 0 has recorded digests of the first samples that it got. If these
     digests differ, the stream had another sample at the same position after the restart.
 
-    The first difference in an epoch is added to the report, in which attempts are called starts.
+    The first difference in an epoch is added to the report.
     """
     for (loader, epoch), batches in sorted(epochs.items()):
         # The attempts that have trained global batches of this epoch.
@@ -547,11 +557,11 @@ def _check_beginnings(
 
         difference = _first_difference(beginnings)
         if difference is not None:
-            # The report counts attempts as starts, from 1.
+            # The report calls attempts starts, and counts them from 1.
             first_start = min(beginnings) + 1
             other_start = difference.attempt_index + 1
             report.add_finding(
-                "LS104",
+                OTHER_DATA,
                 f"loader {loader}, epoch {epoch}: in start {other_start} the stream began with "
                 f"different samples than in start {first_start}, from sample {difference.sample} "
                 "on, so the same position is another sample",
@@ -615,7 +625,7 @@ def _check_steps(final_attempts: FinalAttempts, report: LedgerReport) -> None:
     if missing:
         steps = format_ranges(missing, MAX_ITEMS_IN_TEXT)
         what = f"{count_noun(len(missing), 'step')} not written down: {steps}"
-        report.add_finding("LS405", what, step=missing[0])
+        report.add_finding(INCOMPLETE_RECORDS, what, step=missing[0])
 
 
 def _check_epoch(
@@ -651,7 +661,7 @@ def _check_epoch(
         # The user's own sampler may repeat samples, so only global batches can be compared.
         if len(positions) < len(batches):
             what = "a global batch of the user's own order was trained twice"
-            _add_epoch_finding(loader, first.epoch, "LS101", what, report)
+            _add_epoch_finding(loader, first.epoch, TRAINED_TWICE, what, report)
     else:
         # Missing batches, and missing parts of them, were reported already. Their samples are not
         # reported once more: then no sample is required, and only repeated ones are looked for.
@@ -688,7 +698,7 @@ def _add_epoch_finding(
     Args:
         loader: the description of the loader.
         epoch: the epoch.
-        code: the code of the finding, such as `LS101`.
+        code: the code of the finding, such as `TRAINED_TWICE`.
         what: a text for the user that says what is wrong.
         report: the report, which is added to.
         samples: the samples that the finding is about; the first few are added to it.
@@ -736,10 +746,11 @@ def _check_positions(
     last_step = batches[-1].step
     positions = {batch.position for batch in batches}
     last_position = max(positions)
-    num_positions = loader["steps"]  # None: a stream that does not say its length
+    expected_end = last_position + 1
+    explanation = ""
 
     # Did the run go on with the next epoch before the end of this one?
-    end_was_skipped = False
+    num_positions = loader["steps"]  # None: a stream that does not say its length
     is_unfinished = num_positions is not None and last_position + 1 != num_positions
     if is_unfinished and next_batch is not None:
         same_start_went_on = final_attempts[next_batch.step] == final_attempts[last_step]
@@ -749,16 +760,15 @@ def _check_positions(
                 f"batch {last_position} of {num_positions}"
             )
         else:  # a restart, which should have trained the rest first
-            end_was_skipped = True
+            expected_end = num_positions
+            explanation = "; the run was then taken up in another epoch"
 
-    expected_end = num_positions if end_was_skipped else last_position + 1
     expected = range(begin_position, expected_end)
     missing = [position for position in expected if position not in positions]
     if missing:
         places = format_ranges(missing, MAX_ITEMS_IN_TEXT)
-        explanation = "; the run was then taken up in another epoch" if end_was_skipped else ""
         what = f"global batches were left out: {places}{explanation}"
-        _add_epoch_finding(loader, epoch, "LS102", what, report)
+        _add_epoch_finding(loader, epoch, LEFT_OUT, what, report)
     return not missing
 
 
@@ -770,7 +780,6 @@ def _check_samples(
 ) -> None:
     """Adds samples of an epoch that were trained more than once or left out to the report.
 
-    These are findings with the codes LS101 and LS102.
 
     Args:
         loader: the description of the loader.
@@ -787,12 +796,12 @@ def _check_samples(
         first_samples = repeated.first_samples[: MAX_ITEMS_IN_TEXT + 1].tolist()
         examples = [_describe_sample_with_steps(sample, batches) for sample in first_samples]
         what = f"{number} trained more than once: {join_first(examples, MAX_ITEMS_IN_TEXT)}"
-        _add_epoch_finding(loader, epoch, "LS101", what, report, repeated.first_samples)
+        _add_epoch_finding(loader, epoch, TRAINED_TWICE, what, report, repeated.first_samples)
     if absent.count:
         number = count_noun(absent.count, "sample")
         examples_text = format_ranges(absent.first_samples.tolist(), MAX_ITEMS_IN_TEXT)
         what = f"{number} left out: {examples_text}"
-        _add_epoch_finding(loader, epoch, "LS102", what, report, absent.first_samples)
+        _add_epoch_finding(loader, epoch, LEFT_OUT, what, report, absent.first_samples)
 
 
 def _describe_sample_with_steps(sample: int, batches: Sequence[TrainedBatch]) -> str:
@@ -897,8 +906,7 @@ def repeats_and_gaps(
     for batch in batches:
         arrays.extend(batch.samples)  # an array of each rank
 
-    # As many groups of about `group_size` samples as the trained samples or the required ones need,
-    # whichever are more.
+    # Enough groups for the trained samples, and for the required ones.
     num_trained = sum(batch.num_recorded for batch in batches)
     num_samples = max(num_trained, len(required_samples))
     num_groups = max(1, ceil_div(num_samples, group_size))

@@ -147,13 +147,14 @@ class Ledger(Extension):
     def _write_beginning_of_stream(self, loader_number: int, loader: Loader, epoch: int) -> None:
         """Writes digests of the first samples of a stream, once in each epoch.
 
-        Does nothing for the loader of another dataset.
+        Does nothing if the dataset is no stream.
         """
         if (loader_number, epoch) in self._recorded_beginnings:
             return
 
         digests_of_first_samples = loader.first_samples_of_epoch
-        if not digests_of_first_samples:  # the dataset is not a stream
+        is_stream = bool(digests_of_first_samples)
+        if not is_stream:
             return
 
         self._recorded_beginnings.add((loader_number, epoch))

@@ -1,0 +1,105 @@
+"""Warns of a loader that a run trains on and that its checkpoints lack.
+
+When the run is resumed, such a loader begins with its first epoch, so samples are trained on twice.
+The first start says so as soon as it trains on after a save, and a resumed run at its first step.
+
+A loader is left alone if its position does not matter, or if the script makes it go on: it saves
+and loads the loader's state itself, or sets its epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.batch.loader import Loader
+from lockstep.errors import warn
+from lockstep.session.extension import Extension
+from lockstep.user_code import Location, user_location
+
+
+class WarningAfterResume(Extension):
+    """Warns at the first step of a resumed run if it trains on a loader that was not resumed.
+
+    There is no warning for a loop that skips the first batches.
+
+    Args:
+        folder: the folder of the checkpoints.
+        loaders: all prepared loaders of the run.
+    """
+
+    def __init__(self, folder: Path, loaders: Sequence[Loader]) -> None:
+        self._folder = folder
+        self._unresumed_loaders: list[tuple[int, Loader]] = []  # with the numbers in the summary
+        for number, loader in enumerate(loaders):
+            if loader.position_matters and not loader.is_resumed:
+                self._unresumed_loaders.append((number, loader))
+        self._line = user_location()  # of `resume`
+
+    def step_finished(self, number: int) -> None:
+        """Warns of each loader that begins anew with the first step."""
+        loaders = self._unresumed_loaders
+        self._unresumed_loaders = []
+        for loader_number, loader in loaders:
+            if loader.batch_in_training == (0, 0):
+                warn(
+                    f"resuming from {self._folder} without loader {loader_number}",
+                    "it is trained on and not saved in the checkpoint, so it begins with its first "
+                    "epoch, and samples are trained on twice",
+                    "name it from the first start on: world.checkpoint(..., loader=loader)",
+                    at=self._line,
+                )
+
+
+class WarningAfterSave(Extension):
+    """Warns once if the run trains on after a save with a loader that was not saved.
+
+    A loader that was used up before the save is trained on no more, and need not be saved. Nor is
+    any loader trained on after a save at the end of the run.
+
+    Args:
+        folder: the folder of the checkpoints.
+        loaders: the prepared loaders of the run, to which more may be added later.
+        line: the line of `world.checkpoint`.
+    """
+
+    def __init__(self, folder: Path, loaders: Sequence[Loader], line: Location | None) -> None:
+        self._folder = folder
+        self._loaders = loaders
+        self._line = line
+        self._has_warned = False
+        self._batch_before_save: dict[int, tuple[int, int] | None] = {}
+        """The loaders that were trained on and not saved, by their numbers. For each, the batch of
+        the last step before the save, or None if the loop has begun another one since."""
+
+    def saved(self) -> None:
+        """Called after each save: notes which loaders were trained on and not saved."""
+        self._batch_before_save.clear()
+        if self._has_warned:
+            return
+        for number, loader in enumerate(self._loaders):
+            needs_state = loader.was_trained_on and loader.position_matters
+            if needs_state and not loader.is_saved and not loader.epoch_was_set:
+                self._batch_before_save[number] = loader.batch_with_step
+
+    def step_finished(self, number: int) -> None:
+        """Warns of each of these loaders with which the training goes on."""
+        goes_on = []
+        for loader_number, batch_before_save in self._batch_before_save.items():
+            batch = self._loaders[loader_number].batch_in_training
+            if batch is not None and batch != batch_before_save:
+                goes_on.append(loader_number)
+        if not goes_on:
+            return
+
+        self._has_warned = True
+        self._batch_before_save.clear()
+        for loader_number in goes_on:
+            warn(
+                f"world.checkpoint({str(self._folder)!r}) without loader {loader_number}",
+                "it is trained on and not saved in the checkpoint, so a resumed run begins with "
+                "its first epoch, and trains on samples twice unless the script skips them",
+                "start anew with world.checkpoint(..., loader=loader): a checkpoint without the "
+                "loader cannot be resumed with it",
+                at=self._line,
+            )
