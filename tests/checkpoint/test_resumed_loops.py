@@ -402,3 +402,40 @@ def test_neither_run_warns_of_a_loader_whose_position_does_not_matter(
             for _ in range(3):
                 for batch in run.loaders[0]:
                     run.train(batch, saves=True)
+
+
+class SamplerWithState:
+    """A sampler that goes on where it was, if its state is loaded."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(self.position, 8):
+            self.position = index + 1
+            yield index
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_neither_run_warns_of_a_loader_whose_sampler_is_saved(tmp_path: Path) -> None:
+    for has_checkpoint in (False, True):
+        with lockstep.init(seed=0) as world:
+            sampler = SamplerWithState()
+            data = TensorDataset(torch.arange(8).double()[:, None])
+            run = FirstRun(tmp_path, world, DataLoader(data, batch_size=BATCH, sampler=sampler))
+            run.checkpoint = world.checkpoint(
+                tmp_path, model=run.model, optimizer=run.optimizer, sampler=sampler
+            )
+            assert run.checkpoint.resume() == has_checkpoint
+            for _ in range(2):
+                for batch in run.loaders[0]:
+                    run.train(batch, saves=True)

@@ -259,7 +259,10 @@ class Checkpoint:
         line = user_location()  # of `world.checkpoint`
         self._unresumed_warning = _UnresumedWarning(self.folder, line)
         self._loaders: list[Loader] = run.loaders
-        self._warning_after_save = WarningAfterSave(self.folder, self._loaders, line)
+        self._saved_ids = frozenset(id(value) for value in state.values())
+        self._warning_after_save = WarningAfterSave(
+            self.folder, self._loaders, self._saved_ids, line
+        )
         self._is_for_resuming = any(isinstance(value, Optimizer) for value in state.values())
         """True if an optimizer is saved. Otherwise the checkpoints hold weights for another use."""
         if run.topology.is_main:
@@ -642,7 +645,9 @@ class Checkpoint:
         """Makes the first step warn if it trains on a loader that was not resumed."""
         some_steps_were_trained = self._progress.number > 0
         if self._collectives.topology.is_main and some_steps_were_trained:
-            self._extensions.add(WarningAfterResume(self.folder, self._loaders), Place.OBSERVER)
+            self._extensions.add(
+                WarningAfterResume(self.folder, self._loaders, self._saved_ids), Place.OBSERVER
+            )
 
     def _resume_from_memory_or_disk(self) -> bool:
         """Does what `resume` promises."""

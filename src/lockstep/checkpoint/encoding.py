@@ -368,8 +368,8 @@ class Encoder:
         if is_stored_whole and self._is_main:
             tree = self._add_tensor(self._to_host(local), path)
         else:
-            # A rank other than the main one stores a shard, or as under a pipeline the whole tensor
-            # as the only shard.
+            # The tensor is joined from its shards when it is loaded. This rank has one of them;
+            # none (None), if another rank stores the same; or, under a pipeline, the only one.
             tree = self._add_shard(value, local, box, path)
 
         if tie is not None:

@@ -4,18 +4,39 @@ When the run is resumed, such a loader begins with its first epoch, so samples a
 The first start says so as soon as it trains on after a save, and a resumed run at its first step.
 
 A loader is left alone if its position does not matter, or if the script makes it go on: it saves
-and loads the loader's state itself, or sets its epochs.
+and loads the state of the loader or of its sampler itself, or sets the epochs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from lockstep.batch.loader import Loader
 from lockstep.errors import warn
 from lockstep.session.extension import Extension
 from lockstep.user_code import Location, user_location
+
+
+def loaders_that_need_state(
+    loaders: Sequence[Loader], saved_ids: Collection[int]
+) -> dict[int, Loader]:
+    """Returns the loaders that cannot go on in a resumed run without a state, by their numbers.
+
+    Left out are those whose position does not matter, and those whose dataset or sampler is saved
+    as an object with a state of its own.
+
+    Args:
+        loaders: all prepared loaders of the run, in the order of their numbers in the summary.
+        saved_ids: the ids of the objects that are saved.
+    """
+    found = {}
+    for number, loader in enumerate(loaders):
+        parts = (loader.dataset, loader.source.sampler, loader.source.batch_sampler)
+        part_is_saved = any(id(part) in saved_ids for part in parts)
+        if loader.position_matters and not part_is_saved:
+            found[number] = loader
+    return found
 
 
 class WarningAfterResume(Extension):
@@ -26,13 +47,14 @@ class WarningAfterResume(Extension):
     Args:
         folder: the folder of the checkpoints.
         loaders: all prepared loaders of the run.
+        saved_ids: the ids of the objects that are saved.
     """
 
-    def __init__(self, folder: Path, loaders: Sequence[Loader]) -> None:
+    def __init__(self, folder: Path, loaders: Sequence[Loader], saved_ids: Collection[int]) -> None:
         self._folder = folder
-        self._unresumed_loaders: list[tuple[int, Loader]] = []  # with the numbers in the summary
-        for number, loader in enumerate(loaders):
-            if loader.position_matters and not loader.is_resumed:
+        self._unresumed_loaders: list[tuple[int, Loader]] = []
+        for number, loader in loaders_that_need_state(loaders, saved_ids).items():
+            if not loader.is_resumed:
                 self._unresumed_loaders.append((number, loader))
         self._line = user_location()  # of `resume`
 
@@ -60,12 +82,20 @@ class WarningAfterSave(Extension):
     Args:
         folder: the folder of the checkpoints.
         loaders: the prepared loaders of the run, to which more may be added later.
+        saved_ids: the ids of the objects that are saved.
         line: the line of `world.checkpoint`.
     """
 
-    def __init__(self, folder: Path, loaders: Sequence[Loader], line: Location | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        loaders: Sequence[Loader],
+        saved_ids: Collection[int],
+        line: Location | None,
+    ) -> None:
         self._folder = folder
         self._loaders = loaders
+        self._saved_ids = saved_ids
         self._line = line
         self._has_warned = False
         self._batch_before_save: dict[int, tuple[int, int] | None] = {}
@@ -77,9 +107,9 @@ class WarningAfterSave(Extension):
         self._batch_before_save.clear()
         if self._has_warned:
             return
-        for number, loader in enumerate(self._loaders):
-            needs_state = loader.was_trained_on and loader.position_matters
-            if needs_state and not loader.is_saved and not loader.epoch_was_set:
+        for number, loader in loaders_that_need_state(self._loaders, self._saved_ids).items():
+            script_makes_it_go_on = loader.is_saved or loader.epoch_was_set
+            if loader.was_trained_on and not script_makes_it_go_on:
                 self._batch_before_save[number] = loader.batch_with_step
 
     def step_finished(self, number: int) -> None:
