@@ -6,6 +6,7 @@ that start others by hand.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from pathlib import Path
@@ -13,6 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from launched import launch
+
+from lockstep.errors import SettingError
+from lockstep.run.watch import meeting
 
 pytestmark = pytest.mark.launcher
 
@@ -331,6 +335,18 @@ def test_ranks_that_cannot_meet_are_told_at_once(
         ran = launch(["run", "--nproc", "2", "train.py", method, "2", url], folder)
     assert ran.returncode != 0
     assert found in ran.stderr
+
+
+def test_the_only_rank_of_a_machine_may_start_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a rank on each of two machines, the processes can meet at the launcher's store."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with socket.socket() as reserving:  # nothing listens at the port
+        reserving.bind(("127.0.0.1", 0))
+        port = reserving.getsockname()[1]
+        with pytest.raises(SettingError) as raised:
+            meeting._create_checked_store(os.getppid(), pytest.fail, "127.0.0.1", port, 0)
+    assert raised.value.do.startswith("leave the address out")
 
 
 def test_processes_of_several_ranks_meet_at_the_launchers_store(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def facts(
         readers["data"] = partial(data.gather, Path(files["data"]))
     readers["resolved"] = partial(_resolve_all, address_of)
 
-    # Both may take as long as `seconds`, so the files are read in another thread meanwhile.
+    # Both may take as long as `seconds`, so the readers run in another thread meanwhile.
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(doctor.run_within, seconds, readers)
         checks, fixed = doctor.examine(Path(folder), repair=fix, deadline_s=seconds)

@@ -109,7 +109,8 @@ def _check_is_served(host: str, port: int, *, is_started_by_script: bool) -> Non
 
 def _not_served_error(host: str, port: int, *, is_started_by_script: bool) -> SettingError:
     was_set = f"init_process_group at tcp://{host}:{port}"
-    if is_started_by_script:
+    is_only_rank_of_machine = os.environ.get("LOCAL_WORLD_SIZE") == "1"
+    if is_started_by_script and not is_only_rank_of_machine:
         return SettingError(
             was_set,
             "nobody serves a store there, as the script has started this process itself, in a rank "
@@ -119,8 +120,7 @@ def _not_served_error(host: str, port: int, *, is_started_by_script: bool) -> Se
     return SettingError(
         was_set,
         "nobody serves a store there, as lockstep run serves the store of its ranks elsewhere",
-        "leave the address, rank and world_size out: init_process_group() finds that store by the "
-        "environment variables",
+        "leave the address out: init_process_group() finds that store by the environment variables",
     )
 
 
