@@ -147,7 +147,8 @@ def _setting(
         metavar: how `lockstep run --help` shows the value.
         help: text in `lockstep run --help`; empty if there is no option.
         check: function that raises SettingError for an invalid value.
-        convert: function that also turns what the user has given into the value of the field.
+        convert: like `check`, but it returns the value of the field: what the user has given, in
+            another form.
         agreement: what must be equal on all ranks.
     """
     metadata = {
@@ -283,7 +284,7 @@ def parse_shares(
             found = f"{count_noun(len(numbers), 'share')} for {count_noun(size, of)}"
         raise SettingError(f"shares={shares!r}", found, advice)
 
-    # Raises unless no number is below 0 and one is above 0. The error shows the shares as given.
+    # Raises if a number is below 0, or all are 0. The error shows the shares as they were given.
     check_shares(shares)
     divisor = math.gcd(*numbers)
     return tuple(number // divisor for number in numbers)
@@ -652,23 +653,28 @@ def _override_by_verify(values: dict[str, Any], settings_of_verify: Mapping[str,
     values.pop("check_devices", None)
     values.pop("trace_step", None)
 
-    # Only virtual ranks give equal bits, so `verify` has chosen a number of them. The user's own
-    # number has precedence.
-    number_of_verify = values.get("virtual_ranks_of_verify")
-    compares_bits = number_of_verify is not None
-    user_has_set_number = values.get("virtual_ranks") is not None
-    if compares_bits and user_has_set_number:
-        values["virtual_ranks_of_verify"] = None  # the number of `verify` is not in use
-    elif compares_bits:
-        values["virtual_ranks"] = number_of_verify
-        # One process that computes several virtual ranks cannot synchronise their BatchNorm.
-        values["sync_batchnorm"] = False
-
-    # A reference that is compared within a tolerance: synchronised BatchNorm must get the whole
-    # batch at once, so the user's own number of virtual ranks is not used either.
-    is_reference_within_tolerance = values.get("reference_of_verify")
-    if is_reference_within_tolerance and values.get("sync_batchnorm"):
+    compares_bits = values.get("virtual_ranks_of_verify") is not None
+    if compares_bits:
+        _use_virtual_ranks_of_verify(values)
+    elif values.get("reference_of_verify") and values.get("sync_batchnorm"):
+        # Synchronised BatchNorm must get the whole batch at once, even if the script sets a number
+        # of virtual ranks.
         values["virtual_ranks"] = None
+
+
+def _use_virtual_ranks_of_verify(values: dict[str, Any]) -> None:
+    """Sets the number of virtual ranks that `lockstep verify` has chosen to compare bits.
+
+    Only with virtual ranks do runs have equal bits. A number that the user has set is kept.
+    """
+    user_has_set_number = values.get("virtual_ranks") is not None
+    if user_has_set_number:
+        values["virtual_ranks_of_verify"] = None  # it is not in use
+        return
+
+    values["virtual_ranks"] = values["virtual_ranks_of_verify"]
+    # One process that computes several virtual ranks cannot synchronise their BatchNorm.
+    values["sync_batchnorm"] = False
 
 
 def _read_variable(declaration: Declaration, environ: Mapping[str, str]) -> Any:

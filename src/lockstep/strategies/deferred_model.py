@@ -103,8 +103,8 @@ class DeferredModel(Extension):
         self._class_name = type(module).__name__  # kept for messages, since FSDP changes the class
         self._drawn_shapes = drawn_shapes
         self._run = run
-        memory_keys_of_resets = _record_resets(module)
-        self._tensors = _find_tensors(module, memory_keys_of_resets)
+        keys_of_reset_memory = _record_resets(module)
+        self._tensors = _find_tensors(module, keys_of_reset_memory)
 
         self._tensors_without_values: dict[str, DeferredTensor] = {}
         for tensor in self._tensors:
@@ -304,34 +304,32 @@ class DeferredModel(Extension):
         self._prepared = prepared
         parts_without_values: set[nn.Module] = set()
         for path, part in self._module.named_modules(remove_duplicate=False):
-            name_in_model_of_own_name = self._names_without_values(path, part)
-            if name_in_model_of_own_name:
+            full_names = self._full_names_without_values(path, part)
+            if full_names:
                 parts_without_values.add(part)
-                load_hook = _LoadHook(self._record_loaded, name_in_model_of_own_name)
+                load_hook = _LoadHook(self._record_loaded, full_names)
                 self._watch_handles.append(part.register_load_state_dict_pre_hook(load_hook))
 
         # Values are needed when one of these submodules, or the whole model, is used.
         for part in {*parts_without_values, self._module, prepared}:
             self._fill_before_use(part)
 
-    def _names_without_values(self, path: str, part: nn.Module) -> dict[str, str]:
-        """Returns the tensors of a submodule that have no values.
+    def _full_names_without_values(self, path: str, part: nn.Module) -> dict[str, str]:
+        """Returns the names in the model of a submodule's own tensors that have no values.
+
+        For example, it returns `{"weight": "encoder.norm.weight"}`, by the names in the submodule.
 
         Args:
             path: name of the submodule in the model, e.g. "encoder.norm".
             part: the submodule.
-
-        Returns:
-            The names of the tensors in the model by their names in the submodule, e.g.
-            `{"weight": "encoder.norm.weight"}`.
         """
-        names = {}
+        full_names = {}
         own = members(part)
         for own_name in [*own.parameters, *own.buffers]:
-            name_in_model = f"{path}.{own_name}" if path else own_name
-            if name_in_model in self._tensors_without_values:
-                names[own_name] = name_in_model
-        return names
+            full_name = f"{path}.{own_name}" if path else own_name
+            if full_name in self._tensors_without_values:
+                full_names[own_name] = full_name
+        return full_names
 
     def _fill_before_use(self, part: nn.Module) -> None:
         """Computes missing values before a module is called, saved or copied."""
@@ -681,22 +679,22 @@ class _LoadHook:
 
     Args:
         record_loaded: called with the names, in the whole model, of the tensors that are loaded.
-        name_in_model: the name in the model for each name in the module, for example
+        full_names: the name in the model for each name in the module, for example
             `{"weight": "layers.0.weight"}`.
     """
 
     def __init__(
-        self, record_loaded: Callable[[list[str]], None], name_in_model: Mapping[str, str]
+        self, record_loaded: Callable[[list[str]], None], full_names: Mapping[str, str]
     ) -> None:
         self._record_loaded = record_loaded
-        self._name_in_model = name_in_model
+        self._full_names = full_names
 
     def __call__(self, _: nn.Module, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
         """Called by torch before the module loads a state dict."""
         loaded: list[str] = []
-        for own_name, name in self._name_in_model.items():
+        for own_name, full_name in self._full_names.items():
             if prefix + own_name in state:
-                loaded.append(name)
+                loaded.append(full_name)
         self._record_loaded(loaded)
 
 
@@ -773,13 +771,12 @@ def _give_memory_to_buffers(module: nn.Module, device: torch.device) -> None:
                 buffers[name] = real_by_id[id(buffer)]
 
 
-def _find_tensors(module: nn.Module, memory_keys_of_resets: set[int]) -> list[DeferredTensor]:
+def _find_tensors(module: nn.Module, keys_of_reset_memory: set[int]) -> list[DeferredTensor]:
     """Returns the tensors of a module that are on the meta device.
 
     Args:
         module: the user's module.
-        memory_keys_of_resets: keys of the memory of the tensors that a recorded `reset_parameters`
-            fills; they get `from_reset_parameters=True`.
+        keys_of_reset_memory: see `_is_filled_by_reset`.
     """
     parameter_ids = {id(parameter) for parameter in module.parameters()}
     names_in_state = set(module.state_dict())
@@ -795,18 +792,27 @@ def _find_tensors(module: nn.Module, memory_keys_of_resets: set[int]) -> list[De
     tensors: list[DeferredTensor] = []
     for tensor_id, names in names_of_id.items():
         source = _find_source_by_names(module, names, tensor_of_id[tensor_id])
-        is_reset = isinstance(source, RecordedSource) and source.view.key in memory_keys_of_resets
         tensors.append(
             DeferredTensor(
                 names,
                 source,
                 is_parameter=tensor_id in parameter_ids,
                 is_in_state=any(name in names_in_state for name in names),
-                from_reset_parameters=is_reset,
+                from_reset_parameters=_is_filled_by_reset(source, keys_of_reset_memory),
             )
         )
 
     return tensors
+
+
+def _is_filled_by_reset(source: Source | None, keys_of_reset_memory: set[int]) -> bool:
+    """Returns True if a recorded call of `reset_parameters` computes the values of a tensor.
+
+    Args:
+        source: where the values of the tensor come from.
+        keys_of_reset_memory: what `_record_resets` has returned.
+    """
+    return isinstance(source, RecordedSource) and source.view.key in keys_of_reset_memory
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -840,8 +846,8 @@ def _find_source_by_names(module: nn.Module, names: Sequence[str], tensor: Tenso
 def _record_resets(module: nn.Module) -> set[int]:
     """Records calls of `reset_parameters` of submodules that have tensors without a source.
 
-    The recording is then the source of these tensors. Inner submodules are reset before outer ones:
-    a constructor makes them first, and then resets itself.
+    The recording is then the source of these tensors: a replay computes their values later. Inner
+    submodules are reset before outer ones, as in a constructor, which builds the inner ones first.
 
     Returns:
         The keys of the memory of these tensors, by which the recording knows them.
@@ -904,9 +910,9 @@ def _record_buffer_inits(module: nn.Module, without_source: Mapping[int, Tensor]
     """Records how models of transformers compute buffers that are in no file, such as `inv_freq`.
 
     They do so in `_init_weights(submodule)`, a method of the model. The caller has entered
-    `deferred_init`, so the calls made here are recorded. If a model contains another one, both are
-    called with the submodules of the inner one: the outer model first, so that the values of the
-    inner one remain.
+    `deferred_init`, so the calls made here are recorded. For the submodules of a model within
+    another model, the method of the outer model is called first, and then that of the inner model,
+    whose values remain.
 
     Args:
         module: the user's module.

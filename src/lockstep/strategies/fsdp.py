@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -328,8 +329,7 @@ class FSDP(Strategy):
         """Gives all ranks the values of rank 0, and replaces the parameters of the model by shards.
 
         Returns:
-            For each unit, the hooks that show torch all tensors in its outputs. Gradients of these
-            tensors start the unit's part of a backward pass.
+            The `UnitOutputs` of each unit.
         """
         # Buffers and scalars are not sharded: each rank gets all of them.
         _move_and_broadcast_from_first_rank(list(model.root.buffers()), model.run.device)
@@ -362,22 +362,21 @@ class FSDP(Strategy):
             model: the model, whose units are sharded already.
             virtual_ranks: averages the buffers in a run with virtual ranks, else None.
         """
-        # `MovingBuffers` makes the buffers that forward passes change equal on all ranks. With
-        # virtual ranks some of them are combined by `VirtualRankBuffers`.
-        moving_buffers = MovingBuffers(
-            model.root,
-            model.run.step,
-            strategy=type(self).__name__,
-            average=self.average_buffers if virtual_ranks is None else (),
-            left_out=() if virtual_ranks is None else virtual_ranks.buffers.combined_names,
+        # Makes the buffers that forward passes change equal on all ranks, except those that
+        # `VirtualRankBuffers` combines.
+        make_moving_buffers = partial(
+            MovingBuffers, model.root, model.run.step, strategy=type(self).__name__
         )
 
-        # It is called by the `ShardedModule` or, after it has combined buffers itself, by
-        # `VirtualRankBuffers`.
-        called_by_module: MovingBuffers | None = moving_buffers
-        if virtual_ranks is not None:
-            virtual_ranks.buffers.moving_buffers = moving_buffers
-            called_by_module = None
+        moving_buffers: MovingBuffers | None
+        if virtual_ranks is None:
+            moving_buffers = make_moving_buffers(average=self.average_buffers)
+        else:
+            # `VirtualRankBuffers` calls it, after it has combined the others.
+            virtual_ranks.buffers.moving_buffers = make_moving_buffers(
+                left_out=virtual_ranks.buffers.combined_names
+            )
+            moving_buffers = None
 
         return ShardedModule(
             model.units,
@@ -387,7 +386,7 @@ class FSDP(Strategy):
             accumulate_shards=self.accumulate_shards,
             find_unused_parameters=self.find_unused_parameters,
             half_dtype=model.half_dtype,
-            moving_buffers=called_by_module,
+            moving_buffers=moving_buffers,
         )
 
     def _shard_units(self, model: _Model) -> list[UnitOutputs]:
@@ -396,11 +395,11 @@ class FSDP(Strategy):
         Hooks are called in the order of registration: one of ours before torch's own, and one after
         it. `fully_shard` registers torch's.
         """
-        *blocks, root = model.units.values()
+        *blocks, whole_model = model.units.values()
         outputs_of_units: list[UnitOutputs] = []
-        for unit in [*blocks, root]:
-            is_root = unit is root
-            # Blocks contain no units; the whole model contains all blocks.
+        for unit in [*blocks, whole_model]:
+            is_root = unit is whole_model
+            # A block contains no units.
             outputs = UnitOutputs(unit, inner_units=blocks if is_root else [])
             outputs_of_units.append(outputs)
 
@@ -436,12 +435,12 @@ class FSDP(Strategy):
             assert all_ranks is not None  # it is open while there is a run
             return DeviceMesh.from_group(all_ranks, device_type, mesh_dim_names=("shard",))
 
-        # Shape (copies of the model, shards). The ranks of a row share one copy of the model, and
-        # the ranks of a column hold the same shard. The example has 2 copies of 2 shards.
+        # The ranks of a row share one copy of the model, and the ranks of a column hold the same
+        # shard. For 2 copies of 2 shards, the rows are [[0, 1], [2, 3]].
         ranks = torch.arange(run.topology.size).view(shape)
         if "shard" not in run.groups:  # all models of a run use the same groups
-            open_group(run, "replicate", ranks.T)  # [[0, 2], [1, 3]]: one group for each list
-            open_group(run, "shard", ranks)  # [[0, 1], [2, 3]]
+            open_group(run, "replicate", ranks.T)  # a group for each column: [[0, 2], [1, 3]]
+            open_group(run, "shard", ranks)  # a group for each row
 
         groups = [run.groups["replicate"], run.groups["shard"]]
         return DeviceMesh.from_group(
@@ -453,7 +452,7 @@ class FSDP(Strategy):
 
         Parameters of inner units, which are sharded already, stay as they are.
         """
-        scalars = set(model.scalars.values())
+        scalars = set(model.scalars.values())  # they have no rows to cut, so ranks keep them whole
         parameters = [
             p for p in unit.parameters() if not isinstance(p, DTensor) and p not in scalars
         ]
@@ -494,8 +493,8 @@ class FSDP(Strategy):
         shard_dimension = mesh.ndim - 1
         group = mesh.get_group(shard_dimension)
 
-        # All of these ranks have the gradients of scalars, and the first one counts them. The
-        # others add empty tensors, so that the norm has the same dtype on all ranks.
+        # Every rank of the group has the whole gradient of a scalar, and only the first one adds
+        # it. The others add empty tensors, so that the norm has the same dtype on all ranks.
         counts_scalars = mesh.get_local_rank(shard_dimension) == 0
         parts = list(shards)
         for parameter in parameters:
@@ -543,11 +542,12 @@ class FSDP(Strategy):
         value = f"{precision} under autocast"
 
         # Case 1: one process, which always uses autocast. Tell the user if several processes would
-        # compute otherwise. Virtual ranks always use autocast, so that results do not depend on the
+        # compute otherwise. With virtual ranks they would not: their results do not depend on the
         # number of processes.
         if run.topology.size == 1:
-            several_would_use_autocast = self.autocast or run.settings.virtual_ranks is not None
-            if several_would_use_autocast:
+            has_virtual_ranks = run.settings.virtual_ranks is not None
+            several_would_compute_alike = self.autocast or has_virtual_ranks
+            if several_would_compute_alike:
                 return []
             reason = (
                 "one process; several would also compute norms and softmax in half precision "

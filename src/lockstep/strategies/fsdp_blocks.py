@@ -48,8 +48,7 @@ def find_blocks(module: nn.Module, chosen: ModuleFilter | None = None) -> Blocks
     else:
         candidates = select_modules(module, chosen, setting="blocks={}")
 
-    # How often each submodule occurs in the model, by its `id`. If a block is registered in two
-    # places, the model uses its parameters twice, and yet all uses are inside of the block.
+    # How often each submodule is registered in the model, by its `id`.
     times_in_model: Counter[int] = Counter()
     for _, submodule in module.named_modules(remove_duplicate=False):
         times_in_model[id(submodule)] += 1
@@ -74,14 +73,15 @@ def _is_tied_to_outside(
 ) -> bool:
     """Returns True if a block shares a parameter with a module outside of the block.
 
-    For example, two layers of a block have the same weight, and the block occurs 3 times in the
-    model: 2 * 3 = 6 uses. If the weight is used 7 times in the model, one use is outside.
+    For example, two layers of a block have the same weight, and the block is registered in 3 places
+    of the model: 2 * 3 = 6 uses of the weight are inside the block. If the weight is used 7 times
+    in the model, one use is outside.
 
     Args:
         uses_in_block: how often each parameter is registered in the block, by the `id` of the
             parameter.
         uses_in_model: the same for the whole model.
-        times_in_model: how often the block occurs in the model.
+        times_in_model: how often the block is registered in the model.
     """
     for parameter_id, uses in uses_in_block.items():
         uses_outside = uses_in_model[parameter_id] - uses * times_in_model

@@ -71,8 +71,8 @@ def average_shards_separately(module: AveragedModel) -> None:
     """
     original_average = module.multi_avg_fn
     if original_average is None:
-        # Torch averages one tensor at a time if there is an `avg_fn`, which is all that is needed.
-        # With neither function, on GPUs, it would average lists with both kinds of tensors.
+        # An `avg_fn` is called for one tensor at a time. Without it, torch would average lists with
+        # both kinds of tensors on GPUs.
         if module.avg_fn is None:
             module.avg_fn = get_swa_avg_fn()  # type: ignore[no-untyped-call]
         return

@@ -229,10 +229,10 @@ class ShardedModule(Extension):
         another_step_begins = self._step_key != step.key
         self._step_key = step.key
 
-        # If a step begins although the previous micro-batch was not the last one of its step, the
+        # If a step begins although the previous backward pass has left gradients on this rank, the
         # loop has left the previous global batch early.
-        previous_was_last = self._is_last_backward  # set by the previous micro-batch
-        if another_step_begins and not previous_was_last:
+        previous_backward_was_last = self._is_last_backward
+        if another_step_begins and not previous_backward_was_last:
             self._drop_unfinished_gradients()
 
         # If parameters stay gathered between micro-batches, the last one frees them.
@@ -399,7 +399,8 @@ class ShardedModule(Extension):
         # One hook on each trainable shard is ours (`_refuse_autograd_gradients`).
         check_hooks(self._shards, num_own_hooks=1)
 
-        # Torch returns the same object for a storage each time, as long as one refers to it.
+        # `self._storages` keeps each original storage object alive, and torch returns the same
+        # object as long as it is. So `is` compares storages.
         replaced: list[str] = []
         for name, shard in self._shards.items():
             has_other_memory = shard.untyped_storage() is not self._storages[name]
@@ -517,8 +518,8 @@ class ShardedModule(Extension):
             if self._unused_parameters is not None:
                 self._unused_parameters.before_forward()
 
-            # Torch looks which parameters are frozen when it gathers a unit. With `keep_gathered`,
-            # units have been gathered since an earlier micro-batch.
+            # Torch looks which shards are frozen when it gathers a unit. With `keep_gathered`, it
+            # has done so in an earlier micro-batch, and would not notice a later change.
             if self._keep_gathered and not self._run.step.micro_batch.first:
                 self._freeze_shards_like_parameters()
 

@@ -70,17 +70,13 @@ class UnitOutputs:
         if not torch.is_grad_enabled():
             return output
         if output is None:
-            # `after_torch` could not replace a pair by None again. So torch's hook will find
-            # nothing, and what it would do is done here.
             self._show_hidden_tensors_of_none(module)
             return None
 
-        # A view loses its gradient hooks, and so torch's, when the user changes it in place. So
-        # views are replaced by tensors that are none.
+        # Torch's gradient hooks would be lost with a view that the user changes in place.
         leaves, structure = torch_compat.pytree.tree_flatten(output)
         leaves = [_without_view(leaf) for leaf in leaves]
 
-        # `_hidden_tensors` searches the objects among the leaves, and the attributes of modules.
         # Leave out the tensors that torch finds by itself.
         ids_in_output = {id(leaf) for leaf in leaves}
         hidden_tensors = [t for t in self._hidden_tensors(leaves) if id(t) not in ids_in_output]
@@ -88,7 +84,11 @@ class UnitOutputs:
         return torch_compat.pytree.tree_unflatten(leaves, structure), hidden_tensors
 
     def _show_hidden_tensors_of_none(self, module: Any) -> None:
-        """Does what torch's hook would do with the hidden tensors of a module that returns None."""
+        """Does what torch's hook would do with the hidden tensors of a module that returns None.
+
+        They cannot be shown to torch's hook: a forward hook that returns None changes nothing, so
+        `after_torch` could not remove them from the output again.
+        """
         hidden_tensors = self._hidden_tensors(leaves=[])
         self._register_hooks(hidden_tensors)
         torch_compat.gather_in_backward_of(hidden_tensors, module)

@@ -136,13 +136,11 @@ class SummedScalars(VirtualRankGradients):
         sums = self.tree.sums(micro_batch.global_samples)
         scale = 1.0 / self.tree.num_virtual_ranks
         for scalars in make_buckets(self._parameters, attrgetter("device", "dtype")):
-            # Each partial sum has a gradient, or None, for each scalar of the module. Take those of
-            # the scalars in this bucket, as a vector with 0 for None.
             indices = [self._index_in_module[id(scalar)] for scalar in scalars]
             partial_sums_of_bucket: list[Tensor] = []
-            for partial_sum in partial_sums:
-                gradients = [partial_sum[index] for index in indices]
-                partial_sums_of_bucket.append(_stack(gradients, scalars[0]))
+            for gradients in partial_sums:  # one for each scalar of the module, or None
+                gradients_in_bucket = [gradients[index] for index in indices]
+                partial_sums_of_bucket.append(_stack(gradients_in_bucket, scalars[0]))
 
             means = torch.empty(len(scalars), dtype=scalars[0].dtype, device=scalars[0].device)
             wait = sums.start(partial_sums_of_bucket, total=means, scale=scale)

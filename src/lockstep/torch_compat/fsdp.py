@@ -90,9 +90,10 @@ def make_whole_parameters(unit: FSDPModule) -> list[tuple[nn.Parameter, nn.Param
     for parameter_group in _parameter_groups(unit):
         # Parameters made in inference mode could never be trained.
         with torch.inference_mode(False):
-            if any(map(_gathers_itself, parameter_group.fsdp_params)):
-                # Only the tensor class itself (such as that of float8 weights) knows the shapes, so
-                # the unit is gathered, and its memory is freed again.
+            has_own_gather = any(_gathers_itself(each) for each in parameter_group.fsdp_params)
+            if has_own_gather:
+                # Only the class of the shards (such as that of float8 weights) knows the shapes of
+                # the whole parameters, so the unit is gathered, and its memory is freed again.
                 unit.unshard()
                 unit.reshard()
             else:
@@ -184,57 +185,51 @@ def _torch_accumulates_in_grad(fsdp_parameter: Any) -> bool:
 
 
 def accumulate_late_gradients(unit: FSDPModule, *, zeros_if_unused: bool) -> list[RemovableHandle]:
-    """Gives all gradients of a unit one dtype, before the backward pass that averages them.
+    """Lets parameters that no micro-batch has used yet fit into the message of the last one.
 
-    A unit is a module under `fully_shard`; torch sends the gradients of all its parameters in one
-    message, and before torch 2.15 they must have one dtype. A gradient is *late* if only the last
-    micro-batch uses the parameter. It is converted to the dtype of the gradients that were
-    accumulated before:
-
-        used by               the gradient before                      and after this function
-        both micro-batches    fp32, accumulated                        fp32
-        the last one only     bf16, as computed in the backward pass   fp32, converted
-        none of them          none                                     as `zeros_if_unused` says
+    Torch sends the gradients of all parameters of a unit in one message, and before torch 2.15 they
+    must have one dtype. Those of parameters that an earlier micro-batch has used were accumulated
+    in fp32. A gradient is *late* if only the last micro-batch uses the parameter: it would be sent
+    in bf16, as it is computed. So these parameters get a hook that converts it, or fp32 zeros to
+    which torch adds it.
 
     Args:
-        unit: the unit.
-        zeros_if_unused: what happens to a parameter that the last micro-batch does not use either.
-            If True, zeros are sent for it. If False, it has no gradient, and is left out of the
-            message.
+        unit: the unit, a module under `fully_shard`.
+        zeros_if_unused: True if zeros are to be sent for a parameter that the last micro-batch does
+            not use either. If False, it has no gradient, and is left out of the message.
 
     Returns:
-        Hooks of the parameters that no micro-batch has used yet, to be removed after the pass.
+        The hooks, to be removed after the backward pass of the last micro-batch.
     """
     hooks: list[RemovableHandle] = []
     for parameter_group in _parameter_groups(unit):
-        unused_so_far = _unused_so_far(parameter_group)
-
-        # If no parameter of the group was used, the next backward pass is its first one, in which
-        # all gradients have the same dtype.
-        some_were_used = len(unused_so_far) < len(parameter_group.fsdp_params)
-        if not some_were_used:
-            continue
-
-        for fsdp_parameter in unused_so_far:
-            whole = fsdp_parameter.unsharded_param
-            torch_converts_itself = _torch_accumulates_in_grad(fsdp_parameter)
-            if not whole.requires_grad or torch_converts_itself:
-                continue
+        for fsdp_parameter in _parameters_with_late_gradients(parameter_group):
             if zeros_if_unused:
                 _accumulate_zeros(fsdp_parameter)
             else:
                 convert = partial(_convert_gradient, fsdp_parameter)
+                whole = fsdp_parameter.unsharded_param
                 hooks.append(whole.register_post_accumulate_grad_hook(convert))
     return hooks
 
 
-def _unused_so_far(parameter_group: Any) -> list[Any]:
-    """Returns the parameters of a group without a gradient from earlier micro-batches."""
-    unused = []
+def _parameters_with_late_gradients(parameter_group: Any) -> list[Any]:
+    """Returns the trained parameters of a group whose gradients could not be sent as computed.
+
+    There is none if no parameter of the group was used yet: then all gradients are computed in the
+    last micro-batch, in the same dtype.
+    """
+    late = []
+    some_were_used = False
     for fsdp_parameter in parameter_group.fsdp_params:
-        if fsdp_parameter.unsharded_accumulated_grad is None:
-            unused.append(fsdp_parameter)
-    return unused
+        if fsdp_parameter.unsharded_accumulated_grad is not None:
+            some_were_used = True
+            continue
+        is_trained = fsdp_parameter.unsharded_param.requires_grad
+        torch_converts_itself = _torch_accumulates_in_grad(fsdp_parameter)
+        if is_trained and not torch_converts_itself:
+            late.append(fsdp_parameter)
+    return late if some_were_used else []
 
 
 def _accumulate_zeros(fsdp_parameter: Any) -> None:
