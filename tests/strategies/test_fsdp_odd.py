@@ -296,6 +296,46 @@ def cleared_after_forward(
         return whole(model)
 
 
+def cleared_by_hand(
+    strategy: Any, clear: Callable[[nn.Module], None], **settings: Any
+) -> dict[str, Tensor]:
+    """Gradients are cleared while the model has whole parameters, without `zero_grad`."""
+    micro_batch_size = settings.pop("micro_batch_size", None)
+    with lockstep.init(strategy, seed=5, **settings) as world:
+        model = net().float() if settings else net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        for x, labels in world.loader(tensors(48), 16, micro_batch_size=micro_batch_size):
+            loss = entropy(model, (x.float() if settings else x, labels))
+            clear(model)
+            world.backward(loss)
+            optimizer.step()
+        return whole(model)
+
+
+def set_to_none(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def set_to_zero(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def cleared_in_half() -> dict[str, dict[str, Tensor]]:
+    """A gradient in fp32 cannot be shown at a parameter in bf16."""
+    return {
+        name: cleared_by_hand("fsdp", clear, precision="bf16")
+        for name, clear in {
+            "zero_grad": lambda model: model.zero_grad(),
+            "none": set_to_none,
+            "zeros": set_to_zero,
+        }.items()
+    }
+
+
 def norms(strategy: Any) -> dict[str, Tensor]:
     """Of gradients of two types, of which a rank may have nothing of one; and the smallest."""
     model = net().float()
@@ -343,6 +383,8 @@ EXACT: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "cleared after forward": partial(cleared_after_forward, set_to_none=True),
     "zeroed after forward": partial(cleared_after_forward, set_to_none=False),
     "cleared by part": partial(cleared_after_forward, set_to_none=True, by_part=True),
+    "cleared by hand": partial(cleared_by_hand, clear=set_to_none),
+    "zeroed by hand": partial(cleared_by_hand, clear=set_to_zero),
 }
 LEFT: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "evaluation that is left": lambda s: train(s, net(), between=left),
@@ -361,8 +403,9 @@ def on_two() -> dict[str, Any]:
         "fsdp": exact("fsdp"),
         "kept whole": {
             name: EXACT[name](FSDP(reshard_after_forward=False))
-            for name in ("and another forward", "frozen within a batch")
+            for name in ("and another forward", "frozen within a batch", "cleared by hand")
         },
+        "in half": cleared_in_half(),
         "refused": refused(),
         "others": other_parts(),
         "loaded on one": loaded_on_one(),
@@ -399,6 +442,13 @@ def test_units_that_are_kept_whole_may_be_differentiated_twice_and_frozen(one, t
             assert difference(one[name], found) < 1e-9, name
 
 
+def test_gradients_that_are_cleared_by_hand_in_half_precision(two):
+    for of_rank in two:
+        found = of_rank["in half"]
+        assert difference(found["zero_grad"], found["none"]) == 0.0
+        assert difference(found["zero_grad"], found["zeros"]) == 0.0
+
+
 def test_the_norm_of_gradients_that_some_ranks_have_nothing_of(one):
     for found in run_ranks(norms, 3, "fsdp"):
         assert difference(one["norms"], found) < 1e-6
@@ -417,6 +467,17 @@ def watched(model: nn.Module, batch: Batch) -> Tensor:
 
 def of_shards(model: nn.Module, batch: Batch) -> Tensor:
     return entropy(model, batch) + model.blocks[0].layer.weight.full_tensor().square().sum()
+
+
+def of_other_weights(model: nn.Module, batch: Batch) -> Tensor:
+    weights = {name: shard - 0.1 for name, shard in model.named_parameters()}
+    return F.cross_entropy(torch.func.functional_call(model, weights, (batch[0],)), batch[1])
+
+
+def of_other_head(model: nn.Module, batch: Batch) -> Tensor:
+    bias = torch.zeros(4, dtype=torch.float64)
+    logits = torch.func.functional_call(model, {"head.bias": bias}, (batch[0],))
+    return F.cross_entropy(logits, batch[1])
 
 
 def empty() -> nn.Module:
@@ -475,6 +536,9 @@ def refused() -> dict[str, str]:
         "copied": lambda: train("fsdp", net(), between=lambda m, n: copy.deepcopy(m)),
         "saved": lambda: train("fsdp", net(), between=lambda m, n: torch.save(m, io.BytesIO())),
         "block": lambda: train("fsdp", net(), between=lambda m, n: pickle.dumps(m.blocks[0])),
+        "cleared within": lambda: cleared_by_hand("fsdp", set_to_none, micro_batch_size=3),
+        "functional": lambda: train("fsdp", net(), of_other_weights),
+        "functional, head": lambda: train("fsdp", net(), of_other_head, samples=96),
         "whole state": lambda: train(
             "fsdp", net(), between=lambda m, n: m.load_state_dict(net().state_dict())
         ),
@@ -508,6 +572,10 @@ def test_what_would_go_wrong_in_silence_is_refused(two):
         for name in ("saved", "block"):
             assert "torch.save, pickle or copy.copy of a sharded model" in found[name]
             assert "lockstep.save_weights(model, path)" in found[name]
+        assert "those of the micro-batches before are lost" in found["cleared within"]
+        assert "first.weight is another tensor" in found["functional"]
+        assert "head.bias is another tensor" in found["functional, head"]
+        assert "use strategy='ddp'" in found["functional"]
         assert "first.weight, first.bias" in found["whole state"]
         assert "lockstep.load_weights(model, path)" in found["whole state"]
 

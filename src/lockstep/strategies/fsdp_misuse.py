@@ -174,6 +174,24 @@ def outside_forward_error(found: str) -> UsageError:
     )
 
 
+def replaced_parameter_error(name: str) -> UsageError:
+    """Returns the error for a forward pass of a model in which a parameter was replaced.
+
+    Torch puts the whole parameter that it gathers into the module, so what the script has put there
+    would not be used.
+
+    Args:
+        name: the name of the parameter.
+    """
+    return UsageError(
+        "a forward pass of a sharded model with other parameters than its own",
+        f"{name} is another tensor than world.prepare has sharded, which torch and the optimizer "
+        "would use all the same",
+        "for torch.func.functional_call, use strategy='ddp'; else write into the parameters, under "
+        "torch.no_grad(): parameter.copy_(...), or load without assign=True",
+    )
+
+
 def refuse_copies(unit: nn.Module) -> None:
     """Makes `copy.deepcopy`, `copy.copy` and pickling of a unit raise UsageError."""
     vars(unit)["__deepcopy__"] = _refuse_deepcopy

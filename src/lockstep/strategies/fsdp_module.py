@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,9 @@ from lockstep.strategies.fsdp_misuse import (
     outside_forward_error,
     refuse_autograd_gradient,
     refuse_copies,
+    replaced_parameter_error,
 )
+from lockstep.strategies.fsdp_shown_gradients import ShownGradients
 from lockstep.strategies.fsdp_unused import UnusedParameters
 from lockstep.strategies.moving_buffers import MovingBuffers
 from lockstep.wording import join_first
@@ -135,6 +137,13 @@ class ShardedModule(Extension):
             else:
                 self._scalars[name] = parameter
 
+        whole_after_forward = self._names_of_whole_after_forward()
+        self._shown_gradients = ShownGradients(
+            [self._shards[name] for name in whole_after_forward],  # type: ignore[misc]
+            [self.whole_parameters[name] for name in whole_after_forward],
+        )
+        self._places = _places_of_parameters(root, self._shards, self.whole_parameters)
+        """Where the modules have each parameter."""
         self._unused_parameters: UnusedParameters | None = None
         if find_unused_parameters:
             root.set_reduce_scatter_unused_params(True)
@@ -175,6 +184,23 @@ class ShardedModule(Extension):
                 vars(part)["zero_grad"] = _ZeroGrad(part)
         for unit in self._units:
             refuse_copies(unit)
+
+    def _names_of_whole_after_forward(self) -> list[str]:
+        """Returns the names of the parameters that stay whole from a forward to a backward pass."""
+        ids_in_root = set(map(id, torch_compat.shards_in_reduction_order(self._root)))
+        names: list[str] = []
+        for name, shard in self._shards.items():
+            if self._keep_gathered or id(shard) in ids_in_root:
+                names.append(name)
+        return names
+
+    def before_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
+        """Clears the gradients of shards that the script has cleared since the forward pass."""
+        self.hide_gradients()
+
+    def hide_gradients(self) -> None:
+        """Ends what `ShownGradients.show` began after the forward pass, if nothing else has."""
+        self._shown_gradients.hide()
 
     def backward_begins(self, weighted_loss: Tensor, micro_batch: MicroBatch) -> None:
         """Sets torch to what the current micro-batch needs.
@@ -224,6 +250,7 @@ class ShardedModule(Extension):
 
         Called before each forward and backward pass with gradients.
         """
+        self.hide_gradients()  # of an earlier forward pass, which had no backward pass
         step = self._run.step
         micro_batch = step.micro_batch
         another_step_begins = self._step_key != step.key
@@ -320,6 +347,7 @@ class ShardedModule(Extension):
             return
 
         self._raise_if_earlier_forward_failed()
+        self.hide_gradients()
         self._end_double_backward()
         self._reshard()
         self._check_gradients_are_averaged()
@@ -511,6 +539,7 @@ class ShardedModule(Extension):
 
         self._run.collectives.check_not_in_main_process_first("a forward pass of a sharded model")
         self._raise_if_earlier_forward_failed()
+        self._check_parameters_are_in_place()
         if torch.is_grad_enabled():
             self._set_torch_for_micro_batch()
 
@@ -524,6 +553,18 @@ class ShardedModule(Extension):
                 self._freeze_shards_like_parameters()
 
         self._begin_forward()
+
+    def _check_parameters_are_in_place(self) -> None:
+        """Raises UsageError if a parameter of the model was replaced, as by `functional_call`.
+
+        All parameters are looked at in some steps; the first and the last one in each step.
+        """
+        places = self._places
+        if not check_due(self._run.step.number + 1):
+            places = [*places[:1], *places[-1:]]
+        for place in places:
+            if not place.has_parameter():
+                raise replaced_parameter_error(place.name)
 
     def _begin_forward(self) -> None:
         """Notes that a forward pass begins, and an error that the script is handling.
@@ -542,7 +583,9 @@ class ShardedModule(Extension):
         has_begun = self._forward_is_running
         error = self._error_of_forward(output)
         self._end_forward()
-        if error is None:
+        if error is None and torch.is_grad_enabled():
+            self._show_gradients()
+        elif error is None:
             self._free_after_evaluation()
         elif has_begun:
             self._handle_forward_error(error)
@@ -568,13 +611,19 @@ class ShardedModule(Extension):
         return None if was_there_before else error
 
     def _free_after_evaluation(self) -> None:
-        """Frees the parameters that torch keeps after a forward pass, if it was an evaluation.
+        """Frees the parameters that torch keeps after an evaluation.
 
         Torch keeps those of the root for a backward pass. After an evaluation there is none, and
         the next optimizer step would make them out of date.
         """
-        if not torch.is_grad_enabled() and not self._is_double_backward:
+        if not self._is_double_backward:
             self._reshard()
+
+    def _show_gradients(self) -> None:
+        """Lets the script clear gradients by hand until the backward pass."""
+        is_first = self._run.step.micro_batch.first
+        accumulates_in_whole = not is_first and not self._accumulate_shards
+        self._shown_gradients.show(accumulates_in_whole=accumulates_in_whole)
 
     def _handle_forward_error(self, error: BaseException) -> None:
         """Explains an error that a forward pass has raised, and resets torch after it.
@@ -590,6 +639,35 @@ class ShardedModule(Extension):
         has_been_reset = torch_compat.reset_after_failed_forward(self._units)
         if not has_been_reset:
             self._has_failed = True
+
+
+class _Place(NamedTuple):
+    """Where a module has a parameter: its shard or, while the module runs, the whole parameter."""
+
+    name: str
+    """The name of the parameter in the model."""
+    parameters_of_module: Mapping[str, Any]
+    own_name: str
+    """The name of the parameter in the module."""
+    shard: nn.Parameter
+    whole: nn.Parameter
+
+    def has_parameter(self) -> bool:
+        """Returns False if the script has put another tensor in the place of the parameter."""
+        present = self.parameters_of_module.get(self.own_name)
+        return present is self.shard or present is self.whole
+
+
+def _places_of_parameters(
+    root: nn.Module, shards: Mapping[str, Any], whole_parameters: Mapping[str, nn.Parameter]
+) -> list[_Place]:
+    """Returns the place of each parameter; of one that several modules have, the first."""
+    places: list[_Place] = []
+    for name, shard in shards.items():
+        path, _, own_name = name.rpartition(".")
+        parameters = torch_compat.members(root.get_submodule(path)).parameters
+        places.append(_Place(name, parameters, own_name, shard, whole_parameters[name]))
+    return places
 
 
 def _whole_parameters(units: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:

@@ -48,6 +48,8 @@ class UnitOutputs:
             if id(module) not in ids_in_inner_units and may_set_attributes(module):
                 self._attributes.append(vars(module))
 
+        self.on_backward: Callable[[], None] | None = None
+        """Called when a backward pass begins in the unit."""
         self.on_double_backward: Callable[[], None] | None = None
         """Called in a backward pass that will itself be differentiated (`create_graph=True`)."""
 
@@ -61,7 +63,7 @@ class UnitOutputs:
         2. torch's hook finds all tensors in the output, and registers gradient hooks on them;
         3. `after_torch` removes the hidden tensors again.
 
-        Each tensor also gets a gradient hook that notices a backward pass with `create_graph=True`.
+        Each tensor also gets a gradient hook that notices a backward pass (`_notice_backward`).
 
         Returns:
             The pair `(output, hidden tensors)`, in which torch finds both; or only the output, if
@@ -97,7 +99,7 @@ class UnitOutputs:
         """Registers a gradient hook on those of the values that are tensors with a gradient."""
         for value in values:
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(self._notice_double_backward)  # type: ignore[no-untyped-call]
+                value.register_hook(self._notice_backward)  # type: ignore[no-untyped-call]
 
     @torch_compat.outside_compiled_code
     def after_torch(self, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -145,8 +147,11 @@ class UnitOutputs:
         shown_by.add(id(self))
         return was_shown
 
-    def _notice_double_backward(self, gradient: Tensor) -> None:
-        """A gradient hook that only notices a backward pass with `create_graph=True`."""
+    def _notice_backward(self, gradient: Tensor) -> None:
+        """A gradient hook that only notices a backward pass, also one with `create_graph=True`."""
+        if self.on_backward is not None:
+            self.on_backward()
+
         # In a backward pass gradients are only enabled with `create_graph=True`.
         if torch.is_grad_enabled() and self.on_double_backward is not None:
             self.on_double_backward()
