@@ -216,9 +216,7 @@ def _handling_line(frame: FrameType, later_errors: Sequence[BaseException]) -> i
 def _try_raises_again(node: ast.Try | ast.TryStar, raising_line: int, handling_line: int) -> bool:
     """Returns True if a `try` statement raises an exception again after it has handled it.
 
-    In this statement the lines 2, 4, 7 and 9 may raise an exception that line 11 handles, which
-    Python raises again after it. Line 4 handles exceptions of line 2 alone, which line 5 raises
-    again:
+    For example:
 
          1  try:
          2      train()
@@ -232,6 +230,11 @@ def _try_raises_again(node: ast.Try | ast.TryStar, raising_line: int, handling_l
         10  finally:
         11      close()
 
+        raising line    handling line    result
+        2, 4, 7 or 9    11               True: Python raises it again after `finally`
+        2               4                True: line 5 raises it again
+        2               7                False
+
     Args:
         node: the statement.
         raising_line: the line that has raised the exception.
@@ -241,7 +244,7 @@ def _try_raises_again(node: ast.Try | ast.TryStar, raising_line: int, handling_l
     if _contains(node.finalbody, handling_line) and _contains(before_finally, raising_line):
         return True
 
-    # Is it handled in an `except` block, with a later line that says `raise` or `raise error`?
+    # An `except` block handles exceptions of the body alone.
     if not _contains(node.body, raising_line):
         return False
     for handler in node.handlers:

@@ -70,11 +70,11 @@ def checkpoint_activations(
             `lockstep.optim.module_filter.repeated_blocks`.
         every: 2 chooses every second of these submodules, beginning with the first one.
         budget: the memory for what the model keeps for backward: `"2GiB"`, or a number of bytes.
-            As few of these submodules as possible are chosen, those that save most first, and the
-            budget also suffices while one of them is recomputed. To find out what they save, the
-            model is called once with `example`, which leaves no trace. `"auto"` stands for 9/10 of
-            the free memory of the model's GPU, on the rank that has the least, minus the gradients
-            and the state of Adam; all ranks of the run must call this together.
+            As few submodules as possible are chosen, those that save most first; the model is
+            called once with `example` to measure what they save. `"auto"` is 9/10 of the free
+            memory of the model's GPU, minus what gradients and Adam need: with 80 GiB free and
+            10 GiB for them, 62 GiB. It is that of the rank with the least, so all ranks of the run
+            must call this together.
         example: `(args, kwargs)` of one call of the model, of the size used in training, on the
             model's device.
 

@@ -264,16 +264,11 @@ class Recording:
         key = storage_key(tensor)
         self._storages[key] = tensor.untyped_storage()  # kept alive, so that the key stays unique
 
-        # The call writes to the tensor's memory. Does it overwrite all of it?
+        # If the tensor is a slice, such as `weight[:10]`, the rest of the memory keeps its content.
+        # Such a call counts as one that reads it, so that the calls before it are replayed too.
+        memory = frozenset([key])
         nothing: frozenset[int] = frozenset()
-        if View.of(tensor).fills_memory():
-            overwrites = frozenset([key])
-            reads = nothing
-        else:
-            # A slice, such as `weight[:10]`: the rest of the memory keeps its content. The call
-            # counts as one that reads it, so that the calls before it are replayed too.
-            overwrites = nothing
-            reads = frozenset([key])
+        overwrites_all = View.of(tensor).fills_memory()
 
         arguments = ((tensor, *args), kwargs)
         recorded_args, recorded_kwargs = pytree.tree_map(self._recorded_argument, arguments)
@@ -283,9 +278,9 @@ class Recording:
                 recorded_args,
                 recorded_kwargs,
                 outputs=[],
-                reads=reads,
-                overwrites=overwrites,
-                writes=frozenset([key]),
+                reads=nothing if overwrites_all else memory,
+                overwrites=memory if overwrites_all else nothing,
+                writes=memory,
                 is_random=True,
             )
         )
@@ -480,7 +475,8 @@ class _Replay:
             if isinstance(call, _StreamBegins):  # it sets the random stream and uses no memory
                 continue
 
-            # If this call runs at all, it only advances the random stream, in memory of its own.
+            # A call whose result is not needed uses none of this memory. It may run to draw random
+            # numbers, which go into a tensor of its own (`_call`).
             if not self._result_is_needed[number]:
                 continue
 
@@ -506,22 +502,21 @@ class _Replay:
                 for number, call in enumerate(self._recording.calls):
                     must_run = self._must_run[number]
                     if isinstance(call, _StreamBegins):
-                        # It must run if a later call that runs draws from this stream.
-                        self._set_stream(is_used=must_run)
+                        self._begin_stream(is_used=must_run)
                     elif must_run:
                         self._call(call, result_is_needed=self._result_is_needed[number])
                         self._free(number)
         finally:
             torch.set_rng_state(state_before)
 
-    def _set_stream(self, *, is_used: bool) -> None:
-        """Sets the random stream to its state at a `_StreamBegins` of the recording.
+    def _begin_stream(self, *, is_used: bool) -> None:
+        """Sets the random stream to its state at the next `_StreamBegins` of the recording.
 
         Args:
-            is_used: False if no call that runs draws from the stream from here on.
+            is_used: False if no call that runs draws from this stream. It is then only passed over.
         """
-        # There is a state for each `_StreamBegins`, in order, so it is also taken if it is not
-        # used. None means that the stream goes on as it is.
+        # There is a state for each `_StreamBegins`, in order. None means that the stream goes on as
+        # it is.
         state = next(self._states)
         if is_used and state is not None:
             torch.set_rng_state(state)
@@ -549,12 +544,10 @@ class _Replay:
             result_is_needed: False if the call only advances the random stream. It then gets zeros
                 as arguments, in memory of its own, which is dropped afterwards.
         """
-        if result_is_needed:
-            memory = self._memory
-            keys_to_zero: frozenset[int] = frozenset()
-        else:
-            # Its arguments are zeros, which all operations accept: `torch.bernoulli`, for example,
-            # wants probabilities.
+        memory = self._memory
+        keys_to_zero: frozenset[int] = frozenset()
+        if not result_is_needed:
+            # All operations accept zeros: `torch.bernoulli`, for example, wants probabilities.
             memory = {}
             keys_to_zero = call.reads
 
@@ -858,7 +851,7 @@ def _note_sources(module: nn.Module, recording: Recording) -> None:
         existing = sources.get(name)
         if isinstance(existing, FileSource):
             # `lockstep.load_weights` was called inside the context: the values come from the file.
-            # A replay for other tensors finds by `recorded` that it must leave this one out.
+            # `recorded` names the memory that a replay for other tensors has to leave out.
             sources[name] = FileSource(existing.value, recorded=recorded)
         else:
             sources[name] = recorded

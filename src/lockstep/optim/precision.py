@@ -180,14 +180,12 @@ class Precision:
                 "use precision='bf16' or 'fp32'",
             )
 
-        # Torch does not tell whether the step was skipped. If gradients are not finite, the scaler
-        # does not call the optimizer. Only a fused optimizer is always called: it skips the step
-        # itself, on the GPU, if the scaler has set its attribute `found_inf` to 1.0.
+        # Torch does not tell whether the step was skipped, because gradients were not finite.
         was_called = False
-        found_inf: Tensor | None = None
+        found_inf: Tensor | None = None  # of a fused optimizer
 
         def note_call(*_: Any) -> None:
-            """Records that the optimizer was called, and its `found_inf` if it has one now."""
+            """Records that the optimizer was called, and its `found_inf` during the call."""
             nonlocal was_called, found_inf
             was_called = True
             found_inf = getattr(optimizer, "found_inf", None)
@@ -196,6 +194,8 @@ class Precision:
             result = self.scaler.step(optimizer)
 
         self._scale_was_used = True  # so that `update_scale` changes it
+        # The scaler skips the step of most optimizers: it does not call them. A fused optimizer is
+        # always called, and skips the step itself if the scaler has set `found_inf` to 1.0.
         scaler_has_skipped = not was_called
         fused_optimizer_has_skipped = found_inf is not None and bool(found_inf.item())
         return result, scaler_has_skipped or fused_optimizer_has_skipped

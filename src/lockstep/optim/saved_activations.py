@@ -50,12 +50,12 @@ class Activations:
         what later blocks kept.) What is kept outside of blocks is counted as if it stayed to the
         end.
 
-        For example, each of two blocks has an input of 1 byte and keeps 10 other bytes inside:
+        For example, each of two blocks keeps 10 bytes inside, or an input of 1 byte:
 
-            recomputed   while a block is recomputed   at the end of the forward pass   peak
-            none                                       10 + 10 = 20                     20
-            the second   10 + (1 + 10) = 21            10 + 1 = 11                      21
-            both         1 + (1 + 10) = 12             1 + 1 = 2                        12
+            recomputed         while the second is recomputed    after the forward pass    peak
+            none                                                 10 + 10 = 20              20
+            the second         10 + (1 + 10) = 21                10 + 1 = 11               21
+            both               1 + (1 + 10) = 12                 1 + 1 = 2                 12
 
         Args:
             recomputed: the numbers of the blocks that recompute.
@@ -68,12 +68,11 @@ class Activations:
 
         # Go through the blocks in the order of the forward pass, adding what each of them keeps.
         for block, kept_inside in self.inside.items():
+            kept_by_block = kept_inside
             if block in recomputed:
                 kept_by_block = self.inputs[block]
                 while_recomputed = kept_by_block | kept_inside
                 peak = max(peak, num_bytes_kept + _added_bytes(while_recomputed, present=kept))
-            else:
-                kept_by_block = kept_inside
 
             num_bytes_kept += _added_bytes(kept_by_block, present=kept)
             kept |= kept_by_block

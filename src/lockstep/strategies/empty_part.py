@@ -27,9 +27,9 @@ def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> Non
     if not rank_has_no_samples:
         return
 
-    found, alternative = _why_part_is_empty(micro_batch)
+    why_empty, alternative = _why_part_is_empty(micro_batch)
     note = translate_sentences(
-        f"this rank {found}, so its tensors have the shape (0, *).",
+        f"this rank {why_empty}, so its tensors have the shape (0, *).",
         "Inside the prepared model, functions of torch that refuse them get one placeholder row.",
         f"Make all other code work with any number of samples, or {alternative}.",
     )
@@ -37,20 +37,24 @@ def note_empty_part(error: BaseException | None, micro_batch: MicroBatch) -> Non
 
 
 def _why_part_is_empty(micro_batch: MicroBatch) -> tuple[str, str]:
-    """Returns why this rank has no samples of a micro-batch, and what would avoid that."""
+    """Returns why this rank has no samples of a micro-batch, and what would avoid that.
+
+    For example, "has none of the 3 samples of this batch" and "leave short batches out:
+    drop_last=True".
+    """
     drop_last = "leave short batches out: drop_last=True"
     if micro_batch.left_out:
-        found = (
+        why_empty = (
             f"has no samples: the collate function left out all {micro_batch.left_out} of its part"
         )
-        return found, drop_last
+        return why_empty, drop_last
 
     # The rank has fewer virtual ranks than others. This happens in full batches, too, so leaving
     # out short ones would not avoid it.
     virtual_rank = micro_batch.virtual_rank
     if virtual_rank is not None and virtual_rank.is_padding:
-        found = "has no virtual rank left to compute in this micro-batch, as other ranks have"
-        return found, "give all ranks the same number of virtual ranks"
+        why_empty = "has no virtual rank left to compute in this micro-batch, as other ranks have"
+        return why_empty, "give all ranks the same number of virtual ranks"
 
     if micro_batch.num_micro_batches > 1:
         return "has no samples in this micro-batch", drop_last

@@ -93,13 +93,12 @@ def parse_option(text: str, annotation: Any) -> Any:
     if typing.get_origin(annotation) in (Union, types.UnionType):
         alternatives = typing.get_args(annotation)
 
-    # A list, from an annotation such as `Sequence[int] | None`. If a single text is allowed as
-    # well (`str | Sequence[str]`), only a text with a colon is a list.
-    may_be_one_text = str in alternatives
-    is_written_as_list = ":" in text or not may_be_one_text
     for alternative in alternatives:
+        # A list, from an annotation such as `Sequence[int] | None`. If a single text is allowed as
+        # well (`str | Sequence[str]`), only a text with a colon is a list.
         may_be_list = typing.get_origin(alternative) is Sequence
-        if may_be_list and is_written_as_list:
+        may_be_one_text = str in alternatives
+        if may_be_list and (":" in text or not may_be_one_text):
             (type_of_part,) = typing.get_args(alternative)
             return [parse_option(part, type_of_part) for part in text.split(":")]
 

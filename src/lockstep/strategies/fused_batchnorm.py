@@ -78,6 +78,7 @@ def combine_rows(
     # to change any sum.
     counts = counts.reshape(-1).clamp(min=SMALLEST_COUNT)
 
+    # It only looks at the dtype and the size of its first argument, the input of the layer.
     mean, invstd = torch.batch_norm_gather_stats_with_counts(
         _input_for_64_bit_counts(rows.dtype, rows.device),
         means,

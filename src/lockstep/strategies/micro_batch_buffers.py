@@ -90,10 +90,9 @@ class MicroBatchBuffers(Extension):
             self._values_at_first_micro_batch = self._values()
             return
 
-        # The step keeps its key in all of its micro-batches, and is compared once, in the second.
-        is_second = self._step_to_compare == self._step.key
-        if is_second:
-            self._step_to_compare = None
+        is_second_micro_batch = self._step_to_compare == self._step.key
+        if is_second_micro_batch:
+            self._step_to_compare = None  # later micro-batches have the same key
             self._compare(micro_batch.num_micro_batches)
 
     def _values(self) -> dict[str, _BufferValue]:

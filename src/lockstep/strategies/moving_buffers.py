@@ -156,14 +156,12 @@ class MovingBuffers:
         sums = self._bit_sums()
         has_changed = (sums != self._first_sums).to(torch.int64)
 
-        # A single maximum over the ranks answers three questions about each buffer: whether it has
-        # changed on any rank (1), the largest sum, and the smallest one, as the maximum of its
-        # negative.
+        # A maximum over the ranks of each row gives: whether any rank has changed the buffer (1),
+        # the largest sum, and the smallest sum as a negative number.
         maxima = torch.stack([has_changed, sums, -sums])  # shape (3, buffers)
 
-        # If this rank had no samples, its buffers have kept their old values, which must not count.
-        # So it sends the smallest possible number for both sums, and the maxima are those of the
-        # other ranks. For example, they all have the sum 7: then the maxima are 7 and -7.
+        # If this rank had no samples, its buffers have kept their old values. It sends the smallest
+        # possible number in the two rows of sums, so that their maxima are those of other ranks.
         micro_batch = self._step.micro_batch
         rank_has_no_samples = micro_batch.global_samples > 0 and micro_batch.local_rows == 0
         if rank_has_no_samples:
@@ -217,8 +215,8 @@ class MovingBuffers:
         buffers = dict(self._module.named_buffers())
         averaged = [buffers[name] for name in self._averaged_names]
 
-        # mean = sum(weight * buffer) / sum(weight), with sums over the ranks. The weight is sent
-        # once for each buffer, with the dtype and device of the buffer, by which it is divided.
+        # mean = sum(weight * buffer) / sum(weight), with sums over the ranks. Each buffer needs the
+        # total weight in its own dtype and on its own device, so a weight is sent with each.
         sums: list[Tensor] = []
         total_weights: list[Tensor] = []
         for buffer in averaged:

@@ -138,8 +138,8 @@ class _PlaceholderHooks(RunHook):
         if not any(has_no_rows(tensor) for tensor in tensors_and_attributes((args, kwargs))):
             return None
 
-        # From the inputs the step learns which micro-batch the loop computes on. This has to come
-        # before the question whether the rank has no samples of it.
+        # The step learns from the inputs which micro-batch the loop computes on, and so whether the
+        # rank has samples of it.
         self._run_state.report_inputs((args, kwargs))
         user_made_tensors_without_rows = not self._run_state.rank_has_no_samples
         if user_made_tensors_without_rows:
@@ -208,19 +208,19 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
     in evaluation too, gets some. At the end, all buffers of the model are restored except those of
     SyncBatchNorm layers.
     """
-    normalisation_layers: list[nn.Module] = []  # without SyncBatchNorm
+    layers_to_evaluate: list[nn.Module] = []
     layers_without_statistics: list[BatchNorm] = []
     ids_of_synchronised_buffers: set[int] = set()
     for layer in module.modules():
-        synchronises_itself = isinstance(layer, SyncBatchNorm) and layer.training
-        if isinstance(layer, BatchNorm) and layer.running_mean is None and not synchronises_itself:
-            layers_without_statistics.append(layer)
-
-        if isinstance(layer, SyncBatchNorm):
-            buffers_of_layer = layer.buffers(recurse=False)
-            ids_of_synchronised_buffers.update(id(buffer) for buffer in buffers_of_layer)
+        is_synchronised = isinstance(layer, SyncBatchNorm)
+        if is_synchronised:
+            ids_of_synchronised_buffers.update(map(id, layer.buffers(recurse=False)))
         elif isinstance(layer, NormBase) and layer.training:
-            normalisation_layers.append(layer)
+            layers_to_evaluate.append(layer)
+
+        computes_as_usual = is_synchronised and layer.training
+        if isinstance(layer, BatchNorm) and layer.running_mean is None and not computes_as_usual:
+            layers_without_statistics.append(layer)
 
     unsynchronised_buffers = [
         b for b in module.buffers() if id(b) not in ids_of_synchronised_buffers
@@ -233,13 +233,13 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
         stack.enter_context(_buffers_restored(unsynchronised_buffers))
         for layer in layers_without_statistics:
             stack.enter_context(_lent_statistics(layer))
-        for layer in normalisation_layers:
+        for layer in layers_to_evaluate:
             layer.training = False
 
         try:
             yield
         finally:
-            for layer in normalisation_layers:
+            for layer in layers_to_evaluate:
                 layer.training = True
 
 

@@ -223,9 +223,8 @@ class SyncBatchNorm(BatchNorm):
             The mean and `1 / sqrt(variance + eps)` of all ranks' samples.
         """
         # The usual case: one kernel combines the rows and updates the running statistics. It needs
-        # the momentum as a Python number. (Without a momentum, the weight of this batch is
-        # 1 / `num_batches_tracked`, a tensor on the device.) It also needs statistics in the dtype
-        # of the rows.
+        # statistics in the dtype of the rows, and a momentum: without one, the weight of this batch
+        # is 1 / `num_batches_tracked`, which is on the device.
         running_mean = self.running_mean
         has_dtype_of_rows = running_mean is not None and running_mean.dtype == rows.dtype
         if self.track_running_stats and self.momentum is not None and has_dtype_of_rows:
@@ -463,12 +462,16 @@ def sum_over_ranks(
     if tree_sums is None:
         routing.all_reduce(totals, group=group)
     else:
-        # A sum in place: the flat tensor is this rank's only summand, and gets the result.
-        flat = totals.view(-1)
-        wait = tree_sums.start([flat], total=flat, scale=1.0)
-        wait()
+        _sum_in_tree(totals, tree_sums)
 
     return totals.to(sums.device)
+
+
+def _sum_in_tree(tensor: Tensor, tree_sums: TreeSums) -> None:
+    """Replaces a contiguous tensor by its sum over all ranks, added in the order of a tree."""
+    flat = tensor.view(-1)
+    wait = tree_sums.start([flat], total=flat, scale=1.0)
+    wait()
 
 
 def _two_pass_moments(x: Tensor) -> _LocalMoments:
@@ -656,8 +659,8 @@ def _scaled_sum(
     if not x.numel():
         return torch.zeros_like(x)
 
-    # torch's forward kernel computes xhat * weight + bias. Its weight and bias may be any vectors;
-    # here they are the factor and the constant.
+    # The kernel of the forward pass computes xhat * weight + bias for any two vectors. With these
+    # two, it computes xhat * factor_of_xhat + constant.
     result = F.batch_norm(
         x, mean, variance, weight=factor_of_xhat, bias=constant, training=False, eps=eps
     )

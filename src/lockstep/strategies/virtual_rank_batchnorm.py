@@ -59,9 +59,8 @@ def synchronise_batchnorm(module: nn.Module, run: Run, statistics_of: str) -> li
     _check_can_synchronise(module, run)
     _convert_layers(module, all_layers=run.settings.synchronises_batchnorm)
 
-    # Every rank computes one virtual rank, with the same number: rank r has those from `bounds[r]`
-    # to `bounds[r + 1] - 1`. Virtual ranks without samples are present in the sums as well, and
-    # contribute zeros.
+    # Every rank computes the virtual rank with its own number. So the bounds are 0, 1, 2, ..., the
+    # first virtual rank of each rank. Virtual ranks without samples contribute zeros to the sums.
     num_ranks = run.topology.size
     tree_sums = TreeSums(
         present=(True,) * num_ranks,

@@ -37,7 +37,7 @@ def unscale_shards_with_others() -> None:
     import torch
     from torch.distributed.tensor import DTensor
 
-    # Read in torch 2.11 and 2.13.
+    # Torch 2.11 and 2.13 have these private names.
     handlers = DTensor._op_dispatcher._custom_op_handlers
     operation = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     original = handlers[operation]

@@ -42,9 +42,8 @@ def compile_only_callees(function: Callable[P, T]) -> Callable[P, T]:
     Use it for a wrapper around a forward pass, for example: the forward pass is compiled, and the
     wrapper is not.
 
-    This concerns only calls by code that is not compiled. Where compiled code calls this function,
-    it is compiled as a part of the caller's graph. (`never_compiled` would split that graph in
-    two.)
+    Compiled code that calls this function has it in its own graph all the same, as any function.
+    (`never_compiled` would split that graph in two.)
     """
     # Torch marks its own functions in this way too, in `torch._dynamo.eval_frame.skip_code`. That
     # module is not used here, because importing it loads the whole compiler.
@@ -82,7 +81,7 @@ def outside_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
 
     # If the compiler is not loaded, nothing can be compiled, so the function is called as it is.
     # The first call of `run_uncompiled` would load the compiler, which takes about a second.
-    @compile_only_callees  # excludes `call` itself, and `run_uncompiled` excludes the function
+    @compile_only_callees  # `call` itself is not compiled either
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if compiler_is_loaded():

@@ -29,6 +29,7 @@ def watch_indices(
         return draw_indices(self, partial(original_next_index, self))
 
     def reset(self: _BaseDataLoaderIter, *args: Any, **kwargs: Any) -> None:
+        """Begins a pass; called by iterators with workers, also by their `__init__`."""
         on_new_pass(self)
         original_reset(self, *args, **kwargs)
 

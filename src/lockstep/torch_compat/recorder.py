@@ -24,11 +24,11 @@ def flight_record(*, stacks: bool) -> str:
 
     Args:
         stacks: True to include the stack of each call, if that is possible at once (see
-            `_compiler_is_fully_imported`). 2000 calls take 0.2 s with stacks, 50 ms without.
+            `_can_record_stacks_at_once`). 2000 calls take 0.2 s with stacks, 50 ms without.
     """
     import torch._C._distributed_c10d as c10d
 
-    with_stacks = stacks and _compiler_is_fully_imported()
+    with_stacks = stacks and _can_record_stacks_at_once()
     records: list[bytes] = []
     for name in RECORDERS:
         # Torch has two functions for each recorder. Only the one without `_json` returns stacks.
@@ -44,11 +44,11 @@ def flight_record(*, stacks: bool) -> str:
     return f"[{', '.join(texts)}]"
 
 
-def _compiler_is_fully_imported() -> bool:
+def _can_record_stacks_at_once() -> bool:
     """Returns True if torch's compiler is loaded, and no thread is importing it just now.
 
-    Torch needs it to record stacks. If it is not loaded, torch loads it, in 2 s and while it holds
-    the interpreter's lock. A process that uses DDP has loaded it.
+    Torch needs its compiler to write down stacks. If it is not loaded, torch loads it, in 2 s and
+    while it holds the interpreter's lock. A process that uses DDP has loaded it.
     """
     compiler = sys.modules.get("torch._dynamo")
     if compiler is None:
