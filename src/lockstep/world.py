@@ -608,6 +608,7 @@ class World:
             # With virtual ranks, all ranks share one stream of random numbers.
             common_stream=self._preparer.streams,
             memory=memory,
+            # For steps that are kept in memory: to ask the checks would take too long in each step.
             world_state_without_checks=self._state_dict_without_checks,
         )
 

@@ -189,6 +189,7 @@ def replaced_parameter_error(name: str) -> UsageError:
         "would use all the same",
         "for torch.func.functional_call, use strategy='ddp'; else write into the parameters, under "
         "torch.no_grad(): parameter.copy_(...), or load without assign=True",
+        code="LS303",
     )
 
 

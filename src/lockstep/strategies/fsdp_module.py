@@ -160,7 +160,7 @@ class ShardedModule(Extension):
         """Identifies the optimizer step that the latest forward or backward pass belonged to."""
         self._is_last_backward = True
         """What torch is set to: True if the next backward pass completes the gradients."""
-        self._reshards_after_backward = True
+        self._frees_after_backward = True
         """What torch is set to: True if it frees gathered parameters after the next backward pass.
 
         Always True without `keep_gathered`. With it, True in the last micro-batch only."""
@@ -264,16 +264,16 @@ class ShardedModule(Extension):
 
         # If parameters stay gathered between micro-batches, the last one frees them.
         if self._keep_gathered:
-            self._set_reshards_after_backward(micro_batch.last)
+            self._set_frees_after_backward(micro_batch.last)
 
         # With virtual ranks, the gradients of each virtual rank are collected at its end.
         self._set_is_last_backward(micro_batch.last or micro_batch.virtual_rank_ends)
 
-    def _set_reshards_after_backward(self, reshards: bool) -> None:
+    def _set_frees_after_backward(self, frees: bool) -> None:
         """Sets whether torch frees gathered parameters after the next backward pass."""
-        if reshards != self._reshards_after_backward:  # it takes time, because it visits all units
-            self._reshards_after_backward = reshards
-            self._root.set_reshard_after_backward(reshards)
+        if frees != self._frees_after_backward:  # it takes time, because it visits all units
+            self._frees_after_backward = frees
+            self._root.set_reshard_after_backward(frees)
 
     def _set_is_last_backward(self, is_last_backward: bool) -> None:
         """Tells torch whether the next backward pass is the last one before gradients are complete.
@@ -316,7 +316,7 @@ class ShardedModule(Extension):
 
         # `begin_double_backward` has set torch to free nothing. Set torch again to free units after
         # a backward pass, if it did so before.
-        self._root.set_reshard_after_backward(self._reshards_after_backward)
+        self._root.set_reshard_after_backward(self._frees_after_backward)
 
         # Also set torch again to free units after a forward pass, except the last unit, the root:
         # torch keeps its parameters because the backward pass begins with them.
@@ -326,10 +326,10 @@ class ShardedModule(Extension):
                 unit.set_reshard_after_forward(True, recurse=False)
 
         # Free the units that this backward pass would have freed.
-        if self._reshards_after_backward:
-            self._reshard()
+        if self._frees_after_backward:
+            self._free_gathered()
 
-    def _reshard(self) -> None:
+    def _free_gathered(self) -> None:
         """Frees all gathered parameters."""
         for unit in self._units:
             unit.reshard()
@@ -349,7 +349,7 @@ class ShardedModule(Extension):
         self._raise_if_earlier_forward_failed()
         self.hide_gradients()
         self._end_double_backward()
-        self._reshard()
+        self._free_gathered()
         self._check_gradients_are_averaged()
         if self._unused_parameters is not None:
             self._unused_parameters.before_step()
@@ -617,7 +617,7 @@ class ShardedModule(Extension):
         the next optimizer step would make them out of date.
         """
         if not self._is_double_backward:
-            self._reshard()
+            self._free_gathered()
 
     def _show_gradients(self) -> None:
         """Lets the script clear gradients by hand until the backward pass."""

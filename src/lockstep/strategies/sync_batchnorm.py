@@ -195,7 +195,7 @@ class SyncBatchNorm(BatchNorm):
             x.detach(), self.eps, has_samples=not x_is_placeholder
         )
         statistics_of_ranks = _gather_rows(own_statistics, group)
-        counts = statistics_of_ranks[:, -1]
+        counts = statistics_of_ranks[:, -1]  # the numbers of values per channel
         if self._no_rank_has_values(x, counts.sum(), num_ranks):
             return super().forward(x)  # torch's own layer accepts an empty batch
 
