@@ -275,8 +275,8 @@ class FSDP(Strategy):
         virtual_ranks = _make_virtual_rank_extensions(model, self.average_buffers)
         sharded = self._make_sharded_module(model, virtual_ranks)
         for outputs in outputs_of_units:
+            outputs.on_backward = sharded.hide_gradients
             outputs.on_double_backward = sharded.begin_double_backward
-        outputs_of_units[-1].on_backward = sharded.hide_gradients  # those of the whole model
 
         _adapt_methods_of_libraries(module, run)
         if model.scalars:

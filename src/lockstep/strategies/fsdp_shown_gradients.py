@@ -18,23 +18,35 @@ from lockstep.session.delivery import cleared_gradients_error
 from lockstep.torch_compat import write_count
 
 
-class _Shown(NamedTuple):
-    """A gradient that is shown at a whole parameter."""
+class _ShownGradient(NamedTuple):
+    """The gradient of a shard, which is shown at the whole parameter."""
 
     shard: nn.Parameter
     whole: nn.Parameter
     gradient: Tensor
     """The gradient of the shard."""
-    shown: Tensor
+    shown_tensor: Tensor
     """What the whole parameter has as its gradient: that of the shard, or a stand-in."""
     write_count: int
-    """How often `shown` had been written to when it was shown."""
+    """How often `shown_tensor` had been written to when it was shown."""
 
-    @property
-    def stand_in_was_zeroed(self) -> bool:
-        """True if the script has called `zero_` of a stand-in, which the shard has not noticed."""
-        is_stand_in = self.shown is not self.gradient
-        return is_stand_in and write_count(self.shown) > self.write_count
+    def hide(self) -> None:
+        """Hides the gradient, and clears it at the shard if the script has cleared it here."""
+        is_still_there = self.whole.grad is self.shown_tensor
+        if is_still_there:
+            self.whole.grad = None
+        if self.shard.grad is not self.gradient:
+            return  # cleared at the shard, by the optimizer's `zero_grad`
+
+        if not is_still_there:
+            self.shard.grad = None
+        elif self._stand_in_was_zeroed():
+            self.gradient.zero_()
+
+    def _stand_in_was_zeroed(self) -> bool:
+        """Returns True if the script has called `zero_` of a stand-in, not of the gradient."""
+        is_stand_in = self.shown_tensor is not self.gradient
+        return is_stand_in and write_count(self.shown_tensor) > self.write_count
 
 
 class ShownGradients:
@@ -52,7 +64,7 @@ class ShownGradients:
         self, shards: Sequence[nn.Parameter], whole_parameters: Sequence[nn.Parameter]
     ) -> None:
         self._pairs = list(zip(shards, whole_parameters, strict=True))
-        self._shown: list[_Shown] = []
+        self._shown: list[_ShownGradient] = []
         self._accumulated: nn.Parameter | None = None
         """A whole parameter that had a gradient of earlier micro-batches after the forward pass."""
 
@@ -72,9 +84,11 @@ class ShownGradients:
         for shard, whole in self._pairs:
             gradient = shard.grad
             if gradient is not None and whole.grad is None:
-                shown = _as_gradient_of(whole, gradient)
-                whole.grad = shown
-                self._shown.append(_Shown(shard, whole, gradient, shown, write_count(shown)))
+                tensor = _as_gradient_of(whole, gradient)
+                whole.grad = tensor
+                self._shown.append(
+                    _ShownGradient(shard, whole, gradient, tensor, write_count(tensor))
+                )
 
     def hide(self) -> None:
         """Hides the gradients, and clears those that the script has cleared.
@@ -82,26 +96,14 @@ class ShownGradients:
         Raises:
             UsageError: the script has cleared gradients of earlier micro-batches.
         """
-        accumulated, self._accumulated = self._accumulated, None
+        accumulated = self._accumulated
+        self._accumulated = None
         if accumulated is not None and accumulated.grad is None:
             raise cleared_gradients_error()
 
-        for each in self._shown:
-            self._hide(each)
+        for shown in self._shown:
+            shown.hide()
         self._shown.clear()
-
-    def _hide(self, each: _Shown) -> None:
-        """Hides one gradient; see `hide`."""
-        is_still_shown = each.whole.grad is each.shown
-        if is_still_shown:
-            each.whole.grad = None
-        if each.shard.grad is not each.gradient:
-            return  # cleared at the shard, by the optimizer's `zero_grad`
-
-        if not is_still_shown:
-            each.shard.grad = None
-        elif each.stand_in_was_zeroed:
-            each.gradient.zero_()
 
 
 def _as_gradient_of(whole: nn.Parameter, gradient: Tensor) -> Tensor:
