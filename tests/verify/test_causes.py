@@ -534,6 +534,30 @@ def test_a_stream_that_is_the_same_on_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows_of_ranks", "codes"),
+    [([(0, 1), (2, 3)], []), ([(0, 1), (1, 2)], ["LS101"]), ([(0, 1), ()], ["LS101"])],
+)
+def test_ranks_may_compute_the_same_inputs_and_train_rows_of_their_own(
+    rows_of_ranks: list[tuple[int, ...]], codes: list[str]
+) -> None:
+    ranks = []
+    for trained_rows in rows_of_ranks:
+        gradients = np.zeros((4, 2))
+        gradients[list(trained_rows)] = 1.0
+        forward = Forward(
+            model="GraphNet, forward pass 1",
+            shape="nodes",
+            inputs=np.ones((4, 2)),
+            other_inputs=np.zeros((0, 2)),
+            output_gradients=gradients,
+        )
+        ranks.append(update(WHOLE, taken(ids=(), contents=("a", "b")), forwards=[forward]))
+
+    findings = findings_without_reference([Update(ranks)], FLOAT64)
+    assert [finding.cause.code for finding in findings] == codes
+
+
+@pytest.mark.parametrize(
     ("contents", "streams", "code"),
     [
         (("content 0", "content 1"), ("", ""), "LS105"),

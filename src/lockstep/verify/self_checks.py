@@ -16,7 +16,7 @@ from lockstep.verify.cause import Cause
 from lockstep.verify.causes import cause_of
 from lockstep.verify.divergence import Divergence
 from lockstep.verify.finding import Finding
-from lockstep.verify.rules.model_inputs import all_ranks_had_the_same
+from lockstep.verify.rules.model_inputs import all_ranks_had_the_same, ranks_train_other_rows
 from lockstep.verify.tolerance import Tolerance
 from lockstep.verify.training_record import RankUpdate, Update
 
@@ -157,7 +157,7 @@ def _find_same_inputs_on_all_ranks(update: Update) -> list[Finding]:
                 counts.update(batch.contents)
             counts_of_ranks.append(counts)
 
-    if not all_ranks_had_the_same(counts_of_ranks):
+    if not all_ranks_had_the_same(counts_of_ranks) or ranks_train_other_rows(update):
         return []
 
     is_stream = all(batch.iterable for batch in update.batches)

@@ -30,7 +30,7 @@ from lockstep.verify.sample_rows import (
     rows_among,
 )
 from lockstep.verify.tolerance import Array
-from lockstep.verify.training_record import Batch, Forward, Update
+from lockstep.verify.training_record import Batch, Forward, RankUpdate, Update
 
 # For two samples there is always a factor and a shift, so they prove nothing.
 MIN_SAMPLES_THAT_SHOW_SCALING = 3
@@ -117,10 +117,11 @@ def repeated_inputs(case: Divergence) -> Cause | None:
 
     Needs: `model_inputs` whose contents are known.
     Applies: LS101 if the inputs of all ranks are the same. LS110 if all inputs have the same shape.
-    False positives: a model that rightly gets constants on all ranks. A single constant is ignored.
+    False positives: a model that rightly gets constants on all ranks. A single constant is ignored,
+        and so are inputs of which each rank trains a part of its own (`ranks_train_other_rows`).
     Evidence: how many inputs were computed.
     """
-    if _has_loader(case):
+    if _has_loader(case) or ranks_train_other_rows(case.actual):
         return None
 
     # How often the models of each rank got each input. Empty if some input is not known.
@@ -146,6 +147,33 @@ def repeated_inputs(case: Divergence) -> Cause | None:
     return None
 
 
+def ranks_train_other_rows(update: Update) -> bool:
+    """True if the loss of each rank depends on other rows of the models' outputs.
+
+    The ranks then rightly compute the same inputs. For example, all of them compute all nodes of a
+    graph, as each node depends on its neighbours, and each rank has the loss of its own nodes.
+    """
+    if len(update) < 2:
+        return False
+
+    trained_on_lower_ranks: set[tuple[int, int]] = set()
+    for record in update:
+        trained = _rows_behind_loss(record)
+        if not trained or trained & trained_on_lower_ranks:
+            return False
+        trained_on_lower_ranks |= trained
+    return True
+
+
+def _rows_behind_loss(record: RankUpdate) -> set[tuple[int, int]]:
+    """Returns the rows of outputs that the losses of a rank depend on: (forward pass, row)."""
+    rows = set()
+    for number, forward in enumerate(record.forwards):
+        has_gradient = forward.output_gradients.any(axis=1)
+        rows |= {(number, int(row)) for row in np.flatnonzero(has_gradient)}
+    return rows
+
+
 def other_inputs(case: Divergence) -> Cause | None:
     """Names the cause of inputs that differ, for the first model with other inputs.
 
@@ -157,6 +185,9 @@ def other_inputs(case: Divergence) -> Cause | None:
     False positives: a model that rightly gets a constant on all ranks (as LS101).
     Evidence: how many inputs are the same.
     """
+    if ranks_train_other_rows(case.actual) and all_ranks_had_the_same(inputs_of_ranks(case.actual)):
+        return None
+
     # The draws of worker processes are not recorded, so there may have been some.
     if any(batch.random_draws or batch.workers for batch in _batches_of_both_runs(case)):
         return None
