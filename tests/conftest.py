@@ -30,9 +30,9 @@ os.environ["LOCKSTEP_LANG"] = "en"  # whatever the locale: tests read messages
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A temporary folder of our own, so that what other programs do in theirs is not counted. Its name is
-# short: with pytest-xdist it is in that of another process, and a path to a socket of Ray's in it
-# must not be longer than 107 bytes.
+# A temporary folder of our own, so that what other programs do in theirs is not counted. Its name
+# is short: with pytest-xdist it is in that of another process, and a path to a socket of Ray's in
+# it must not be longer than 107 bytes.
 _FOLDER = tempfile.mkdtemp(prefix="tests-")
 atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 os.environ["TMPDIR"] = tempfile.tempdir = _FOLDER
