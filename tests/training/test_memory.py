@@ -119,7 +119,7 @@ def test_saved_tensors_counts_storages_once():
     with saved.watch():
         y = x.exp()  # keeps its result
         z = (y[:5] * y[5:]).sum()  # keeps views of it
-    assert saved.count_new(set()) == {CPU: 400}
+    assert saved.count_and_add_to(set()) == {CPU: 400}
     z.backward()
     torch.testing.assert_close(x.grad[:5], (y[:5] * y[5:]).detach())
 

@@ -136,6 +136,7 @@ def larger_batches(world: lockstep.World) -> None:
 def test_a_loader_that_is_prepared_in_each_epoch_is_told_once(use):
     [(message, line)] = warnings_of(use)
     assert message.startswith("a loader that is prepared anew in each epoch\n  found: 3 loaders ")
+    assert "LS103" in message
     assert line == "for x, y in loader:"
 
 

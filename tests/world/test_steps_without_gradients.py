@@ -139,6 +139,7 @@ def gradients_set_in_a_hook(world: lockstep.World) -> None:
 def test_a_training_without_gradients_is_told_once(use):
     [(message, line)] = warnings_of(use)
     assert message.startswith(NO_BACKWARD)
+    assert "LS409" in message
     assert ("world.backward was not called" in message) == (use is not cleared_before_step)
     assert ("zero_grad() has cleared" in message) == (use is cleared_before_step)
     assert line == "optimizer.step()"

@@ -69,6 +69,7 @@ class WarningAfterResume(Extension):
                     "it is trained on and not saved in the checkpoint, so it begins with its first "
                     "epoch, and samples are trained on twice",
                     "name it from the first start on: world.checkpoint(..., loader=loader)",
+                    code="LS113",
                     at=self._line,
                 )
 
@@ -131,5 +132,6 @@ class WarningAfterSave(Extension):
                 "its first epoch, and trains on samples twice unless the script skips them",
                 "start anew with world.checkpoint(..., loader=loader): a checkpoint without the "
                 "loader cannot be resumed with it",
+                code="LS113",
                 at=self._line,
             )

@@ -79,7 +79,7 @@ class Autotune(Extension):
         self.request(None, self.run.settings.micro_batch_size)
 
     def request(self, shares: Any, micro_batch_size: Any) -> AutotuneRequest:
-        """Says which values of a loader are `"auto"`, so that the loader waits for their results.
+        """Returns a loader's request: which of its values are `"auto"`, and where to find them.
 
         Args:
             shares: shares that are set for the loader; None to use those of the run.
@@ -153,9 +153,7 @@ class Autotune(Extension):
         must_find_shares = request.shares_are_open
         must_find_size = request.micro_batch_size_is_open
 
-        # First the shares: the size depends on how many samples each process has. They are written
-        # to `self.found` last: until then they count as open, and an error in the search for the
-        # size names shares='auto' too.
+        # The shares come first: the size depends on how many samples each process has.
         shares_of_processes = plan_of_loader.shares
         if must_find_shares:
             shares_of_processes = self._find_and_apply_shares(search, shares_of_processes)
@@ -168,19 +166,22 @@ class Autotune(Extension):
             self.found.micro_batch_size_is_known = True
 
         if must_find_shares:
+            # Written only now: had the search for the size failed, its error should have named
+            # shares='auto' too, as it does while the shares are open.
             self.found.shares = shares_of_processes
 
     def _find_and_apply_shares(
         self, search: AutotuneSearch, shares_of_processes: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Finds the shares of the devices, and puts them where batches are divided.
+        """Finds the shares of all devices, and returns the new shares of the processes.
+
+        If a process has one device, both are the same. If it has several, its `DataParallel`
+        modules divide its part of a batch over them: these modules get the shares of the devices,
+        and the processes keep the shares that they have.
 
         Args:
             search: the search for the shares.
-            shares_of_processes: the shares of the processes until now.
-
-        Returns:
-            The shares that the processes have from now on.
+            shares_of_processes: the shares that the processes have until now.
         """
         result = search.find_shares()
         process_has_one_device = len(self.plan.local_devices) == 1
@@ -188,14 +189,13 @@ class Autotune(Extension):
         self._print_translated(
             _describe_shares(result.before, result.after, result.times, device_name)
         )
-        if process_has_one_device:
-            return result.after  # the shares of the devices are those of the processes
 
-        # The modules of a process divide its part of a batch over its devices. So they get the
-        # shares that were found, and the processes keep theirs.
+        shares_of_devices = result.after
+        if process_has_one_device:
+            return shares_of_devices
         for module in self.modules:
             if isinstance(module, DataParallel):
-                module.set_shares(result.after)
+                module.set_shares(shares_of_devices)
         return shares_of_processes
 
     def _print_translated(self, text: str) -> None:
@@ -208,8 +208,8 @@ class Autotune(Extension):
         """Records the forward calls of the first micro-batch, which runs inside this context.
 
         They are kept in `self._recorded_micro_batch`. Inside the context, the user's loop calls
-        `world.backward`, which calls `after_backward`. This ends the recording, takes the calls out
-        of `self._recorded_micro_batch` and uses them.
+        `world.backward`, which calls `after_backward`: this uses the calls, ends the recording and
+        sets `self._recorded_micro_batch` to None.
 
         Args:
             division: how the loader of the micro-batch divides global batches.
@@ -223,25 +223,22 @@ class Autotune(Extension):
         recorded = _RecordedMicroBatch(division, num_samples, calls)
         self._recorded_micro_batch = recorded
 
-        def is_unused() -> bool:
-            """Returns True if `after_backward` was not called, which takes the recorded calls."""
-            return self._recorded_micro_batch is recorded
+        def after_backward_was_called() -> bool:
+            return self._recorded_micro_batch is not recorded
 
         try:
             yield
 
-            # If the calls are unused, and yet an optimizer has stepped, the user's loop has called
-            # `loss.backward()`. If none has stepped, it was an evaluation, or the loop has skipped
-            # the batch.
+            # If no optimizer has stepped either, the loop evaluates, or has skipped the batch.
             has_stepped = self.run.step.training_pass.stepped
-            if is_unused() and has_stepped:
+            if has_stepped and not after_backward_was_called():
                 raise UsageError(
                     "loss.backward() where shares or micro_batch_size are 'auto'",
                     "they are found in world.backward",
                     "call world.backward(loss)",
                 )
         finally:
-            if is_unused():
+            if not after_backward_was_called():
                 self._stop_recording()
 
     def _stop_recording(self) -> None:

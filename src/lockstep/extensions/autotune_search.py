@@ -147,9 +147,8 @@ class AutotuneSearch:
             The smallest of the processes' limits, which all processes use; None if every process
             can compute its whole part of a global batch at once.
         """
-        # If a process has several devices, they are tried together, as in the training. Tried one
-        # by one, they would not show the limit: one of them holds the parameters and the
-        # optimizer's state, so they do not have the same free memory.
+        # Several devices of a process are tried together, as in the training: one of them also
+        # holds the parameters and the optimizer's state, so its limit says nothing about the rest.
         devices: Sequence[int | None] = self._local_devices
         if len(devices) > 1:
             devices = (ALL_DEVICES,)
@@ -199,14 +198,15 @@ class AutotuneSearch:
 
             part of 30   None: the whole part fits; numbers from 20 to 30 were tried
             part of 60   50: numbers from 30 to 60 were tried
-            part of 40   50: the limit is known already, so nothing is tried
+            part of 40   50: a limit that is known is returned for smaller parts too
 
         Args:
             device: the number of the device; ALL_DEVICES for those of this process together.
             shares: the shares that give the device its part of the global batch.
 
         Returns:
-            The limit; None if it is not known, as the whole part fits or as nothing can be tried.
+            The limit, once it is known; None as long as no part has exceeded it, or if nothing was
+            recorded that could be tried.
         """
         if device in self._known_limits:
             return self._known_limits[device]

@@ -9,7 +9,7 @@ has several. The rows of the ranks are exchanged once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -55,9 +55,10 @@ def measure(
         UsageError: a part is missing or not prepared, or the loader is in use or empty.
     """
     run = preparer.run
-    bytes_by_attribute_and_device = _bytes_of_model(model, run.device)
 
-    # What all rows of this process have, by the attribute of `DeviceMemory`.
+    # Attributes of `DeviceMemory` that differ between the rows of this process, such as
+    # {"parameters": {cuda:0: 4096}}, and those that all rows share, such as {"rank": 0}.
+    bytes_by_attribute_and_device = _bytes_of_model(model, run.device)
     values_of_all_rows: dict[str, Any] = {"rank": run.topology.rank}
     if loader is not None or loss is not None:
         steps = make_training_steps(preparer, model, optimizer, loader, loss)
@@ -143,17 +144,7 @@ def _make_rows(
 def _rows_of_replicas(
     rows: list[DeviceMemory], model: DataParallel, samples: int | None
 ) -> list[DeviceMemory]:
-    """Returns the rows of a process with replicas: with their samples and gradients in a step.
-
-    If each replica has a device of its own, these are the rows of the devices, completed. If
-    several share a device, they are a row for each replica.
-
-    When a step has ended, only the first device still holds gradients. The other replicas computed
-    with copies of the parameters, which are gone by then, and their gradients with them. These
-    were as large as those of the first device. For example, a model of 100 bytes has two replicas:
-
-        gradients in `rows`         cuda:0 100 bytes, cuda:1 0 bytes
-        gradients in the result     cuda:0 100 bytes, cuda:1 100 bytes
+    """Returns the rows of a process with replicas, with the samples of each replica in a step.
 
     Args:
         rows: one for each device, the first for the device that has the parameters.
@@ -164,22 +155,39 @@ def _rows_of_replicas(
     if samples is not None:
         samples_of_replica = list(model.sizes(samples))  # how the replicas divide them
 
-    # Several replicas may share one device. Then there is only one row.
-    row_of_first_replica = rows[0]
     each_has_a_device = len(set(model.devices)) == model.num_replicas
-    if not each_has_a_device:
-        return _rows_of_sharing_replicas(row_of_first_replica, samples_of_replica)
+    if each_has_a_device:
+        return _rows_of_devices_of_replicas(rows, model.devices, samples_of_replica)
+    return _rows_of_sharing_replicas(rows[0], samples_of_replica)
 
-    names_of_devices = [str(device) for device in model.devices]
+
+def _rows_of_devices_of_replicas(
+    rows: Sequence[DeviceMemory],
+    devices: Iterable[torch.device],
+    samples_of_replica: Iterable[int | None],
+) -> list[DeviceMemory]:
+    """Returns the rows of several devices, each of which computes one replica, completed.
+
+    When a step has ended, only the first device still holds gradients. The other replicas computed
+    with copies of the parameters, which are gone by then, and their gradients with them. These
+    were as large as those of the first device. For example, a model of 100 bytes has two replicas:
+
+        gradients in `rows`         cuda:0 100 bytes, cuda:1 0 bytes
+        gradients in the result     cuda:0 100 bytes, cuda:1 100 bytes
+
+    Args:
+        rows: one for each device that holds something, the first for that of the first replica.
+        devices: the device of each replica.
+        samples_of_replica: samples that each replica computes; None if no steps were measured.
+    """
+    names_of_devices = [str(device) for device in devices]
     samples_of_device = dict(zip(names_of_devices, samples_of_replica, strict=True))
+    gradients_of_replica = rows[0].gradients
     completed_rows: list[DeviceMemory] = []
     for row in rows:
         if row.device in samples_of_device:
-            completed_row = replace(
-                row,
-                samples=samples_of_device[row.device],
-                gradients=row_of_first_replica.gradients,
-            )
+            samples = samples_of_device[row.device]
+            completed_row = replace(row, samples=samples, gradients=gradients_of_replica)
         else:  # no replica computes on this device, but it holds something, such as the loss
             completed_row = replace(row, samples=None)
         completed_rows.append(completed_row)
@@ -191,36 +199,36 @@ def _rows_of_sharing_replicas(
 ) -> list[DeviceMemory]:
     """Returns a row for each of several replicas that share one device.
 
-    Each row says what one replica holds. The first one computes with the parameters themselves, and
-    its row also has the optimizer's state, the loss and the measured peak of the device. Each other
-    replica has a copy of the parameters. For example, two replicas of a model of 100 bytes:
+    Each row says what a replica would hold on a device of its own: the first one the parameters,
+    each other one a copy of them. Figures that cannot be divided, such as the measured peak, stand
+    in the row of the first replica. For example, two replicas of a model of 100 bytes:
 
-        replica 0   parameters=100, copies as in `shared`, state=200
-        replica 1   parameters=0, copies=100, state=0
+        replica 0   parameters=100, copies=0, state=200, peak=500
+        replica 1   parameters=0, copies=100, state=0, peak=None
 
     Args:
         shared: the row of the device, with the bytes of all replicas.
         samples_of_replica: samples that each replica computes; None if no steps were measured.
     """
+    steps_were_measured = None not in samples_of_replica
+    row_of_first_replica = shared
+    row_of_other_replica = replace(
+        shared,
+        parameters=0,
+        copies=shared.parameters,
+        state=0,
+        loss=0 if steps_were_measured else None,
+        peak=None,
+    )
+
     rows: list[DeviceMemory] = []
     for number, samples in enumerate(samples_of_replica):
         row = replace(
-            shared,
+            row_of_first_replica if number == 0 else row_of_other_replica,
             device=f"{REPLICA_PREFIX}{number}",
             samples=samples,
             activations=_activations_of_replica(shared, samples, samples_of_replica),
         )
-        is_first = number == 0
-        if not is_first:
-            steps_were_measured = samples is not None
-            row = replace(
-                row,
-                parameters=0,
-                copies=shared.parameters,
-                state=0,
-                loss=0 if steps_were_measured else None,
-                peak=None,  # the first replica's row has the peak of the device
-            )
         rows.append(row)
     return rows
 

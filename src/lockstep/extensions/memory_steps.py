@@ -11,7 +11,7 @@ import statistics
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
@@ -74,9 +74,8 @@ def make_training_steps(
             why_no_batch,
             "call it before the loop, with data for one global batch at least",
         )
-    # The preparer has these only if virtual ranks train copies of the model, as with "diloco".
-    steps_change_replicas = preparer.virtual_ranks is not None
-    if steps_change_replicas:
+    is_diloco = preparer.virtual_ranks is not None  # only there virtual ranks have own weights
+    if is_diloco:
         raise UsageError(
             "world.memory with training steps under strategy='diloco'",
             "they would be steps of the replicas, which are not put back",
@@ -123,7 +122,8 @@ class TrainingSteps:
         """Samples of this rank's first micro-batch, with which the activations were counted."""
         self.seconds = 0.0
         """The time of a step."""
-        self._sizes: dict[str, dict[torch.device, int]] = {}
+        self._saved_sizes: dict[str, dict[torch.device, int]] = {}
+        """What the first micro-batch has kept for its backward pass (see `_count_saved`)."""
         self._gradient_storages: list[weakref.ref[torch.UntypedStorage]] = []
         """The storages of the gradients of the first step. Those that are alive after gradients
         were cleared belong to buckets."""
@@ -139,17 +139,28 @@ class TrainingSteps:
             `activations`, `loss`, `state`, `peak`.
         """
         with self._undo(), closing(self._endless_batches()) as batches:
-            # This sets `self._sizes` to the sizes of copies, activations and loss.
-            self._step(batches, is_first_measurement=True)
+            sizes = self._step_and_count_saved(batches)
 
             # After the first step, the optimizer has a state.
             state = state_tensors(self._optimizer.inner)
-            self._sizes["state"] = bytes_by_device(storages(state))
-            self._sizes["peak"] = self._step_and_measure_peak(batches)
+            sizes["state"] = bytes_by_device(storages(state))
+
+            # All devices that hold activations or a loss, and this rank's own.
+            devices = {self._run.device, *sizes["activations"], *sizes["loss"]}
+            sizes["peak"] = self._step_and_measure_peak(batches, devices)
 
             seconds_of_steps = [self._step(batches) for _ in range(NUM_TIMED_STEPS)]
             self.seconds = statistics.median(seconds_of_steps)
-        return self._sizes
+        return sizes
+
+    def _step_and_count_saved(self, batches: Iterator[Any]) -> dict[str, dict[torch.device, int]]:
+        """Takes the first step. Returns what its first micro-batch keeps for the backward pass.
+
+        Returns:
+            Bytes by device, for `copies`, `activations` and `loss` of `DeviceMemory`.
+        """
+        self._step(batches, is_first_measurement=True)
+        return dict(self._saved_sizes)
 
     def _endless_batches(self) -> Generator[Any]:
         """Yields the batches of the loader again and again."""
@@ -217,8 +228,9 @@ class TrainingSteps:
     def _count_saved(self, samples: int) -> Iterator[None]:
         """Counts what the forward pass and the loss, computed in this context, keep for backward.
 
-        When the context is left, the bytes are put into `_sizes`, and the number of samples into
-        `self.samples`. The loss must still be alive then, because it keeps alive what is counted.
+        When the context is left, the bytes are put into `self._saved_sizes`, and the number of
+        samples into `self.samples`. The loss must still be alive then, because it keeps alive what
+        is counted.
 
         Args:
             samples: how many samples this rank has in this micro-batch.
@@ -241,22 +253,21 @@ class TrainingSteps:
         ):
             yield
 
-        # 1. A sharded model computes with gathered parameters, and each replica but the first with
-        # parameters of its own. These copies are kept for the backward pass too.
+        # 1. Copies of parameters, which are kept for the backward pass too: the gathered parameters
+        # of a sharded model, and the parameters of replicas on other devices.
         copies_of_parameters = storages_of_used_parameters - model_storages
 
-        # 2. What the calls of the model have saved beside that. `count_new` adds the storages that
-        # it counts to the set, so that each counts once.
+        # 2. What else the calls of the model have saved. Each storage counts once.
         counted = model_storages | copies_of_parameters
         activations: Counter[torch.device] = Counter()
         for saved in saved_by_calls:
-            activations.update(saved.count_new(counted))
+            activations.update(saved.count_and_add_to(counted))
 
         # 3. The rest: what no call of the model has saved.
-        loss = saved_outside.count_new(counted)
+        loss = saved_outside.count_and_add_to(counted)
 
         self.samples = samples
-        self._sizes = {
+        self._saved_sizes = {
             "copies": bytes_by_device(copies_of_parameters),
             "activations": activations,
             "loss": loss,
@@ -288,13 +299,11 @@ class TrainingSteps:
                     hooks.enter_context(handle)
             yield
 
-    def _step_and_measure_peak(self, batches: Iterator[Any]) -> dict[torch.device, int]:
+    def _step_and_measure_peak(
+        self, batches: Iterator[Any], devices: Collection[torch.device]
+    ) -> dict[torch.device, int]:
         """Takes a step. Returns the most memory that tensors take at one time in it, by device."""
         if self._run.device.type == "cuda":
-            # All devices that hold activations or a loss, and this rank's own.
-            devices_with_activations = self._sizes["activations"].keys()
-            devices_with_loss = self._sizes["loss"].keys()
-            devices = {self._run.device, *devices_with_activations, *devices_with_loss}
             for device in devices:
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
@@ -308,20 +317,17 @@ class TrainingSteps:
         Each tensor is counted while it is alive, in all threads that compute: the main thread takes
         the step, and replicas compute in threads of their own. What is compiled runs eagerly.
         """
-        # `live` is a context. A thread that has entered it counts each tensor that it makes.
+        # `live` is a context. A thread that has entered it counts each tensor that it makes. The
+        # main thread enters it once, for the whole step, and each other thread around its calls.
         live = LiveTensors()
         self._count_existing(live)
         main_thread = threading.get_ident()
 
-        def live_in_other_threads(arguments: Any) -> AbstractContextManager[Any]:
-            """Returns the context for a call of the model: `live` in the thread of a replica.
+        def context_of_call(arguments: Any) -> AbstractContextManager[Any]:
+            has_entered_live = threading.get_ident() == main_thread
+            return nullcontext() if has_entered_live else live
 
-            The main thread has entered `live` for the whole step, and must not enter it again.
-            """
-            is_main_thread = threading.get_ident() == main_thread
-            return nullcontext() if is_main_thread else live
-
-        with compiled_code_runs_eagerly(), around_calls(self._model, live_in_other_threads):
+        with compiled_code_runs_eagerly(), around_calls(self._model, context_of_call):
             self._step(batches, context=live)
         return live.peak
 

@@ -108,8 +108,7 @@ def _copy_on_meta(optimizer: Optimizer) -> tuple[Any, dict[nn.Parameter, torch.d
         The copy; and for each of its parameters the device of the parameter that it stands for.
     """
     meta_optimizer: Any = copy(optimizer)
-    type_of_state = type(optimizer.state)  # `defaultdict`, or a class of the optimizer's own
-    meta_optimizer.state = type_of_state(dict)  # an empty state, such as `defaultdict(dict)`
+    meta_optimizer.state = _empty_state_like(optimizer.state)
     meta_optimizer.param_groups = []
     device_of_meta_parameter: dict[nn.Parameter, torch.device] = {}
     for group in optimizer.param_groups:
@@ -120,13 +119,21 @@ def _copy_on_meta(optimizer: Optimizer) -> tuple[Any, dict[nn.Parameter, torch.d
                 meta_parameters.append(meta_parameter)
                 device_of_meta_parameter[meta_parameter] = parameter.device
 
-        # These options choose implementations that do not work on the meta device.
         meta_group = {**group, "params": meta_parameters}
+        # These options choose implementations that do not work on the meta device.
         for option in ("foreach", "fused", "capturable"):
             if option in meta_group:
                 meta_group[option] = False
         meta_optimizer.param_groups.append(meta_group)
     return meta_optimizer, device_of_meta_parameter
+
+
+def _empty_state_like(state: Any) -> Any:
+    """Returns an empty dictionary of the same class, whose missing entries are `{}` when read.
+
+    The class is `defaultdict`, or a subclass that the optimizer has chosen.
+    """
+    return type(state)(dict)
 
 
 def _on_meta(parameter: Tensor) -> nn.Parameter:
@@ -162,7 +169,7 @@ class SavedTensors:
         """Returns a context for a forward pass, to be entered in the thread that makes it."""
         return saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    def count_new(self, counted: set[torch.UntypedStorage]) -> Counter[torch.device]:
+    def count_and_add_to(self, counted: set[torch.UntypedStorage]) -> Counter[torch.device]:
         """Returns the bytes of the saved tensors by device, and notes that they were counted.
 
         For example, a batch of 100 bytes is divided over four replicas. For each of them 25 bytes

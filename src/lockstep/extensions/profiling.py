@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -160,8 +160,7 @@ class ProfilingRun:
 
         Args:
             samples: how many samples to compute.
-            device: the number of a device among those of this process; with 1, only the replica on
-                its second device computes. None for all of them.
+            device: the number of a device among those of this process. None for all of them.
 
         Raises:
             UsageError: there are no calls, or no output or input has a gradient.
@@ -178,17 +177,13 @@ class ProfilingRun:
         # The arguments and parameters whose gradients the backward pass computes. They are kept by
         # id, because several calls may share a parameter.
         tensors_with_gradient: dict[int, Tensor] = {}
-        with ExitStack() as one_device_only:
-            for call in self._calls:
-                module = call.module
-                if device is not None and isinstance(module, DataParallel):
-                    # Until the `with` block ends, only the replica of this device computes.
-                    one_device_only.enter_context(module.only_on(device))
-                args, kwargs = self._resize(call, samples)
-                for tensor in [*tensors((args, kwargs)), *module.parameters()]:
-                    if tensor.requires_grad:
-                        tensors_with_gradient[id(tensor)] = tensor
-                outputs += tensors(module(*args, **kwargs))
+        for call in self._calls:
+            args, kwargs = self._resize(call, samples)
+            for tensor in [*tensors((args, kwargs)), *call.module.parameters()]:
+                if tensor.requires_grad:
+                    tensors_with_gradient[id(tensor)] = tensor
+            with _restricted_to(device, call.module):
+                outputs += tensors(call.module(*args, **kwargs))
 
         # The user's loss function is not known here. Its replacement needs as much memory for its
         # backward pass as a cross entropy.
@@ -369,6 +364,18 @@ def _communicates(layer: nn.Module) -> bool:
     # statistics of the replicas. It communicates with no other rank.
     has_own_forward = "forward" in vars(layer)
     return isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm) and not has_own_forward
+
+
+def _restricted_to(device: int | None, module: nn.Module) -> AbstractContextManager[None]:
+    """Returns a context in which only one device of this process computes the calls of a module.
+
+    Args:
+        device: the number of the device among those of this process. None for all of them.
+        module: the module. One without replicas has a single device.
+    """
+    if device is not None and isinstance(module, DataParallel):
+        return module.only_on(device)
+    return nullcontext()
 
 
 def _replacement_loss(output: Tensor) -> Tensor:

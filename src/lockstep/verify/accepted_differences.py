@@ -16,7 +16,8 @@ import numpy as np
 
 from lockstep.verify.divergence import learning_rates_differ, tensor_differences
 from lockstep.verify.joined_parts import belongs_only_to_optimizer
-from lockstep.verify.late_models import model_of, models_of
+from lockstep.verify.late_models import models_of
+from lockstep.verify.names import model_of
 from lockstep.verify.tolerance import FLOAT64, Array, Tolerance, largest_of_all
 from lockstep.verify.training_record import LARGEST, SIZE, RankUpdate, Update
 

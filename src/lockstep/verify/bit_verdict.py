@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.columns import join_label
 from lockstep.language import translate, translate_names
 from lockstep.verify.cause import format_items, script_names
-from lockstep.verify.finding import Finding, labelled, verdict_head
+from lockstep.verify.finding import Finding, labelled, lines_on_later_steps, verdict_head
 from lockstep.verify.run_record import RunRecord
 from lockstep.verify.training_record import Update
 from lockstep.wording import count_noun, format_ranks
@@ -141,12 +141,10 @@ class BitVerdict:
             # "  with    virtual_ranks=2, ...": further lines have a column for their label.
             lines.append(labelled("with", translate(self._virtual_ranks_text)))
 
-            # `stopped_at` is a text such as "step 3"; empty if the script ran to its end.
-            if self.reference.stopped_at:
-                until = translate(f"{self.reference.stopped_at}; what comes later is not compared")
-                lines.append(labelled("until", until))
-            if self.reference.advice_on_more_steps:
-                lines.append(labelled("then", translate(self.reference.advice_on_more_steps)))
+            lines += lines_on_later_steps(
+                stopped_at=self.reference.stopped_at,
+                advice_on_more_steps=self.reference.advice_on_more_steps,
+            )
         else:
             if self.first_difference is not None:
                 lines = self._lines_of_first_difference(head, self.first_difference)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lockstep.verify.names import path_of
 from lockstep.wording import join_and_count
 
 MAX_ITEMS_IN_TEXT = 6
@@ -54,7 +55,7 @@ def script_names(names: Iterable[str]) -> list[str]:
     """Returns tensor names as the script knows them: "Net/module.fc.weight" becomes "fc.weight"."""
     short_names = []
     for name in names:
-        name_in_model = name.partition("/")[2] or name  # some names have no model in front
+        name_in_model = path_of(name) or name  # some names have no model in front
         short_names.append(_WRAPPER_PREFIX.sub("", name_in_model))
     return short_names
 

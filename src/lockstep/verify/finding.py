@@ -16,6 +16,7 @@ from lockstep.verify.catalogue import ENTRIES, Entry, cure_lines
 from lockstep.verify.cause import Cause, format_items, script_names
 from lockstep.verify.causes import KINDS
 from lockstep.verify.divergence import Divergence
+from lockstep.verify.names import model_of
 from lockstep.verify.training_record import RankUpdate
 
 MAX_MODELS_OF_OPTIMIZER = 2
@@ -149,6 +150,28 @@ def labelled(label: str, text: str) -> str:
     return f"  {pad(translate(label), 7)} {text}"
 
 
+def lines_on_later_steps(*, stopped_at: str, advice_on_more_steps: str) -> list[str]:
+    """Returns the lines of an equal run on the steps that were not compared.
+
+    For example:
+
+          until   step 3, batch 3 of 23 of epoch 1; what comes later is not compared
+          then    ...
+
+    Args:
+        stopped_at: where the script was stopped; empty if it ran to its end.
+        advice_on_more_steps: how more steps are compared; empty if there is no such advice.
+    """
+    lines = []
+    if stopped_at:
+        lines.append(
+            labelled("until", translate(f"{stopped_at}; what comes later is not compared"))
+        )
+    if advice_on_more_steps:
+        lines.append(labelled("then", translate(advice_on_more_steps)))
+    return lines
+
+
 def _labelled_lines(label: str, texts: list[str]) -> list[str]:
     """Formats several lines of a verdict: a label before the first, and the others indented."""
     first, *others = texts
@@ -181,7 +204,7 @@ def _describe_optimizer(update: RankUpdate) -> str:
     # parameter may have no gradient, and the parameters may not be recorded, so both are looked at.
     models: dict[str, None] = {}  # each once, in their order
     for name in (*update.gradients, *update.parameters):
-        model = name.partition("/")[0]
+        model = model_of(name)
         if model:
             models[model] = None
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.verify.joined_parts import belongs_only_to_optimizer
-from lockstep.verify.names import AlignedRun, num_ranks_of, split_replica
+from lockstep.verify.names import AlignedRun, model_of, num_ranks_of, split_replica
 from lockstep.verify.training_record import RankUpdate, Update
 
 FIELDS_OF_MET_MODELS = ("initial", "buffers")
@@ -142,11 +142,6 @@ def without_models_met_by_one_run(
             )
 
     return updates_of_one, updates_of_other
-
-
-def model_of(name: str) -> str:
-    """Returns the model of a tensor: "Net" for "Net/layer.weight"; empty if it belongs to none."""
-    return name.partition("/")[0]
 
 
 def models_of(names: Iterable[str]) -> set[str]:

@@ -43,7 +43,8 @@ LISTS_OF_NAMES = (
     "optimizer_parameters",
     "local_norm_layers",
 )
-"""Fields of `RankUpdate` that are lists of names: of tensors, or of modules."""
+"""Fields of `RankUpdate` that are lists of names: of tensors, or of modules. In some of them the
+index of a name has a meaning: `optimizer_parameters[i]` is the i-th parameter of the optimizer."""
 FIELDS_WITH_VALUES = ("buffers", "parameters", "initial")
 """Fields that hold values of tensors. If several hold the same tensor, the last one is used."""
 
@@ -57,6 +58,47 @@ Rename = Callable[[str], str]
 """A function that returns the new name for a name."""
 Parts = tuple[str, ...]
 """A name that is split into its parts: ("Net", "layer", "weight") for `Net/layer.weight`."""
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Splits the name of a tensor into its root and its path: "Net#2" and "layer.weight".
+
+    Either may be empty: a parameter that no model has is "/parameter 1 of optimizer 1".
+    """
+    root, _, path = name.partition("/")
+    return root, path
+
+
+def model_of(name: str) -> str:
+    """Returns the model of a tensor: "Net" for "Net/layer.weight"; empty if it belongs to none."""
+    root, _ = split_name(name)
+    return root
+
+
+def path_of(name: str) -> str:
+    """Returns the path of a tensor in its model: "layer.weight" for "Net/layer.weight"."""
+    _, path = split_name(name)
+    return path
+
+
+def name_of_replica(name: str, replica: int) -> str:
+    """Returns the name of a tensor of one of several replicas: "Net/weight (replica 2)"."""
+    return f"{name}{_REPLICA}{replica})"
+
+
+def split_replica(name: str) -> tuple[str, str]:
+    """Splits a name such as "Net/weight (replica 2)" into "Net/weight" and " (replica 2)".
+
+    The second part is empty for a tensor that has no replicas.
+    """
+    tensor_name, separator, number = name.partition(_REPLICA)
+    return tensor_name, separator + number
+
+
+def _split_without_replica(name: str) -> tuple[str, str]:
+    """Splits a name into its root and its path: "Net" and "weight" for "Net/weight (replica 2)"."""
+    name_without_replica, _ = split_replica(name)
+    return split_name(name_without_replica)
 
 
 @dataclass(frozen=True)
@@ -118,15 +160,8 @@ def align_names(
     if not new_names:
         return run
 
-    # For example, "Net/weight" of the reference is "Wrapper/module.weight" in the other run, and
-    # both runs have "Wrapper/scale":
-    #
-    #     new_names         Wrapper/module.weight: Net/weight
-    #     new_modules       Wrapper/module: Net, Wrapper: Net
-    #     unchanged_names   Wrapper/scale: Wrapper/scale, although its module has a new name
-    new_modules = _new_modules(new_names)
-    unchanged_names = {name: name for name in other_tensors if name in reference_tensors}
-    change = partial(_with_new_name, unchanged_names | new_names, new_modules)
+    names_in_both_runs = reference_tensors.keys() & other_tensors.keys()
+    change = partial(_with_new_name, new_names, _new_modules(new_names), names_in_both_runs)
     return run.renamed([change] * num_ranks_of(other))
 
 
@@ -169,20 +204,32 @@ def _new_names(
 
 
 def _with_new_name(
-    new_names: Mapping[str, str], new_modules: Mapping[Parts, Parts], name: str
+    new_names: Mapping[str, str],
+    new_modules: Mapping[Parts, Parts],
+    names_in_both_runs: Collection[str],
+    name: str,
 ) -> str:
     """Returns the new name of a tensor or module; the same name if nothing has changed.
 
+    For example, "Wrapper/module.weight" has the new name "Net/weight", so that the modules
+    "Wrapper/module" and "Wrapper" are now "Net". Both runs have "Wrapper/scale":
+
+        Wrapper/module.weight        Net/weight
+        Wrapper/scale                Wrapper/scale, although the module has a new name
+        Wrapper/module.memory.rows   Net/memory.rows: it keeps its path in the module
+
     Args:
-        new_names: names of parameters and buffers that the reference has too, by old name.
+        new_names: new names of parameters and buffers, by old name.
         new_modules: new names of the modules whose tensors have new names, by old name.
+        names_in_both_runs: names of parameters and buffers that do not change.
         name: name of a parameter, a buffer, a module, or another tensor that a module keeps.
     """
+    if name in names_in_both_runs:
+        return name
     if name in new_names:
         return new_names[name]
 
-    # Anything else keeps its path in the innermost module that has a new name. For example,
-    # "Wrapper/module.memory.rows" becomes "Net/memory.rows" if "Wrapper/module" is now "Net".
+    # Anything else keeps its path in the innermost module that has a new name.
     parts = _split(name)
     for length in range(len(parts), 0, -1):
         new_module = new_modules.get(parts[:length])
@@ -204,26 +251,35 @@ def _new_modules(new_names: Mapping[str, str]) -> dict[Parts, Parts]:
     """
     new_modules: dict[Parts, Parts] = {}
     for old_name, new_name in new_names.items():
-        old = _split(old_name)
-        new = _split(new_name)
-        # Go from the tensor to the modules around it, as long as the rest of the path is the same.
-        while len(old) > 1 and len(new) > 1 and old[-1] == new[-1]:
-            old = old[:-1]
-            new = new[:-1]
-            new_modules[old] = new
+        old_root, *old_path = _split(old_name)
+        new_root, *new_path = _split(new_name)
 
-        # The model itself is a module too. The loop reaches it only if the paths are the same.
-        old_root = old[:1]
-        new_root = new[:1]
+        # The modules around the tensor, from the innermost one, as long as the rest of the path is
+        # the same. In the example these are two, as both paths end with "layer" and "weight".
+        for length in range(1, _length_of_common_end(old_path, new_path) + 1):
+            old_module = (old_root, *old_path[:-length])
+            new_modules[old_module] = (new_root, *new_path[:-length])
+
+        # The model itself, if these modules were not all of the path.
         if old_root != new_root:
-            new_modules.setdefault(old_root, new_root)
+            new_modules.setdefault((old_root,), (new_root,))
 
     return new_modules
 
 
+def _length_of_common_end(one: Sequence[str], other: Sequence[str]) -> int:
+    """Returns how many of the last items of two sequences are the same."""
+    length = 0
+    for item, other_item in zip(reversed(one), reversed(other), strict=False):
+        if item != other_item:
+            break
+        length += 1
+    return length
+
+
 def _split(name: str) -> Parts:
     """Splits a name into its root and the parts of its path: ("Net", "layer", "weight")."""
-    root, _, path = name.partition("/")
+    root, path = split_name(name)
     return (root, *path.split(".")) if path else (root,)
 
 
@@ -268,8 +324,8 @@ def _end_alike(one: str, other: str) -> bool:
     For example, `Net/a.b` and `Wrapper/module.a.b` end alike.
     """
     # With a dot in front, so that `xb` does not end like `b`.
-    one_path = "." + _split_root(one)[1]
-    other_path = "." + _split_root(other)[1]
+    one_path = "." + path_of(one)
+    other_path = "." + path_of(other)
     return one_path.endswith(other_path) or other_path.endswith(one_path)
 
 
@@ -281,25 +337,26 @@ def rename_tensors(record: RankUpdate, change: Rename) -> RankUpdate:
         change: function that returns the new name for a name.
     """
 
-    def new_name(name: str) -> str:
+    def change_unless_empty(name: str) -> str:
         # An empty name stands for a tensor without a name, or for no tensor.
         return change(name) if name else ""
 
     fields: dict[str, Any] = {}
     for field_name in MAPPINGS_FROM_NAMES:
         fields[field_name] = _with_new_keys(getattr(record, field_name), change)
-
-    # No duplicates are removed, as a name may stand for an index: `optimizer_parameters[i]` is the
-    # i-th parameter of the optimizer. Unlike the mappings above, these lists may have empty names.
     for field_name in LISTS_OF_NAMES:
-        fields[field_name] = [new_name(name) for name in getattr(record, field_name)]
+        fields[field_name] = [change_unless_empty(name) for name in getattr(record, field_name)]
+
+    calls = []
+    for call in record.calls:
+        calls.append(replace(call, gradient_of=change_unless_empty(call.gradient_of)))
 
     return replace(
         record,
         **fields,
         local_gradients=[_with_new_keys(each, change) for each in record.local_gradients],
         optimizer_state=_with_new_keys_of_state(record.optimizer_state, change),
-        calls=[replace(call, gradient_of=new_name(call.gradient_of)) for call in record.calls],
+        calls=calls,
     )
 
 
@@ -346,8 +403,7 @@ def _new_roots_of_ranks(
     """Returns for each rank of the other run the reference's root for each of its models.
 
     Each rank numbers its models in the order in which it has called or wrapped them, so the numbers
-    may differ between ranks too. If a rank has a model that the reference does not have, or only a
-    part of one, all its models of this class are renamed as those of all ranks together.
+    may differ between ranks too.
 
     Returns:
         For each rank, the new roots by old root; empty if no root changes.
@@ -361,13 +417,13 @@ def _new_roots_of_ranks(
         new_roots: dict[str, str] = {}
         for class_name, models_of_rank in _models_by_class(only_this_rank).items():
             candidates = reference_models[class_name]
-            counterparts = _counterparts(candidates, models_of_rank)
-            if len(counterparts) == len(models_of_rank):
-                new_roots |= counterparts
-            else:
-                models = models_of_all_ranks[class_name]
-                counterparts = _counterparts(candidates, models)
-                new_roots |= _with_unused_roots(counterparts, models, candidates)
+            new_roots_of_class = _counterparts(candidates, models_of_rank)
+
+            # The reference may not have a model of this rank, or the rank only a part of it. Then
+            # the models of all ranks together, which have all parts, say how they are renamed.
+            if len(new_roots_of_class) < len(models_of_rank):
+                new_roots_of_class = _new_roots_of_all(candidates, models_of_all_ranks[class_name])
+            new_roots |= new_roots_of_class
         new_roots_of_rank.append(_without_unchanged(new_roots))
 
     return new_roots_of_rank
@@ -460,64 +516,43 @@ def _of_same_replicas(arrays: Mapping[str, Array], others: Iterable[str]) -> dic
     return {name: array for name, array in arrays.items() if split_replica(name)[1] in replicas}
 
 
-def _with_unused_roots(
-    counterparts: Mapping[str, str], models: Collection[str], candidates: Collection[str]
+def _new_roots_of_all(
+    candidates: Mapping[str, _ModelHistory], models: Mapping[str, _ModelHistory]
 ) -> dict[str, str]:
     """Returns new roots for all models of a class, also for those without a counterpart.
 
     A model without a counterpart keeps its root, unless this is the new root of another model. Then
-    it gets one that no model has.
+    it gets one that no model has. For example, the models are "Net" and "Net#2", and the reference
+    has only "Net", which is "Net#2" here. Then "Net#2" becomes "Net", and "Net" becomes "Net#2".
 
     Args:
-        counterparts: new roots of the models that have a counterpart, by old root.
-        models: roots of all models of the class.
-        candidates: roots of all models of the class in the reference.
+        candidates: models of the class in the reference, by root.
+        models: models of the class, by root.
     """
-    roots_without_counterpart = [root for root in models if root not in counterparts]
+    counterparts = _counterparts(candidates, models)
     new_roots = dict(counterparts)
-    for root in roots_without_counterpart:
-        if root not in counterparts.values():
+    models_without_root: list[str] = []
+    for root in models:
+        if root in counterparts:
+            continue
+        if root in counterparts.values():
+            models_without_root.append(root)
+        else:
             new_roots[root] = root
 
-    # The roots of the reference come first. One root is always free, as there are as many in
-    # `models` as models.
-    for root in roots_without_counterpart:
-        if root not in new_roots:
-            taken_roots = new_roots.values()
-            free_roots = [each for each in (*candidates, *models) if each not in taken_roots]
-            new_roots[root] = free_roots[0]
+    # There are at least as many roots as models, so one is free for each. Those of the reference
+    # are preferred.
+    for old_root in models_without_root:
+        taken_roots = new_roots.values()
+        free_roots = [root for root in (*candidates, *models) if root not in taken_roots]
+        new_roots[old_root] = free_roots[0]
 
     return new_roots
 
 
-def _class_of(root: str) -> str:
-    """Returns the class of a root: `Net` for `Net#2`."""
-    return root.split("#")[0]
-
-
-def _split_root(name: str) -> tuple[str, str]:
-    """Splits a name into its root and its path: `Net#2` and `layer.weight`."""
-    root, _, path = name.partition("/")
-    return root, path
-
-
-def name_of_replica(name: str, replica: int) -> str:
-    """Returns the name of a tensor of one of several replicas: "Net/weight (replica 2)"."""
-    return f"{name}{_REPLICA}{replica})"
-
-
-def split_replica(name: str) -> tuple[str, str]:
-    """Splits a name such as "Net/weight (replica 2)" into "Net/weight" and " (replica 2)".
-
-    The second part is empty for a tensor that has no replicas.
-    """
-    tensor_name, separator, number = name.partition(_REPLICA)
-    return tensor_name, separator + number
-
-
 def _with_root(new_roots: Mapping[str, str], name: str) -> str:
     """Returns the name of a tensor with the new root of its model, if there is one."""
-    root, path = _split_root(name)
+    root, path = split_name(name)
     return f"{new_roots.get(root, root)}/{path}"
 
 
@@ -530,37 +565,46 @@ def _models_by_class(updates: Sequence[Update]) -> dict[str, dict[str, _ModelHis
     Values are merged from all ranks, as a rank may have only some of the parameters. Which of them
     are frozen and trained is read from the first rank, as the others do the same.
     """
-    models: dict[str, _ModelHistory] = defaultdict(_ModelHistory)
-    for index, update in enumerate(updates):
-        for name, array in update.merged("initial").items():
-            root, path = _split_root(split_replica(name)[0])
-            models[root].initial[path] = array
-
-        for name, sums in update.merged("parameter_sums").items():
-            root, path = _split_root(name)
-            models[root].sums.setdefault(index, {})[path] = sums
+    models = _models_with_values(updates)
 
     frozen_names: set[str] = set()
     for update in updates:
         frozen_names.update(update[0].frozen)
-
-    # A model without recorded values is left out, since nothing is known by which it could be
-    # recognized.
     for name in frozen_names:
-        root, path = _split_root(split_replica(name)[0])
+        root, path = _split_without_replica(name)
         if root in models:
             models[root].frozen.add(path)
 
-    for name, place in _places_in_optimizers(updates).items():
-        root, path = _split_root(split_replica(name)[0])
+    for name, place_in_optimizer in _places_in_optimizers(updates).items():
+        root, path = _split_without_replica(name)
         if root in models:
-            models[root].places[path] = place
+            models[root].places[path] = place_in_optimizer
 
     models_by_class: dict[str, dict[str, _ModelHistory]] = defaultdict(dict)
     for root, model in models.items():
-        models_by_class[_class_of(root)][root] = model
+        class_name = root.split("#")[0]  # "Net" for "Net#2"
+        models_by_class[class_name][root] = model
 
     return models_by_class
+
+
+def _models_with_values(updates: Sequence[Update]) -> dict[str, _ModelHistory]:
+    """Returns the models of a run by root, each with the recorded values of its parameters.
+
+    A model without recorded values is left out, since nothing is known by which it could be
+    recognized in another run.
+    """
+    models: dict[str, _ModelHistory] = defaultdict(_ModelHistory)
+    for index, update in enumerate(updates):
+        for name, array in update.merged("initial").items():
+            root, path = _split_without_replica(name)
+            models[root].initial[path] = array
+
+        for name, sums in update.merged("parameter_sums").items():
+            root, path = split_name(name)
+            models[root].sums.setdefault(index, {})[path] = sums
+
+    return dict(models)
 
 
 def _places_in_optimizers(updates: Sequence[Update]) -> dict[str, tuple[int, int]]:

@@ -6,7 +6,7 @@ If it cannot, a `UsageError` says what was set, what was found, and what to do.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -153,27 +153,28 @@ def _some_parameter_is_unknown(reference: RunRecord) -> bool:
 
 def _some_parameter_has_changed(reference: RunRecord) -> bool:
     """True if a parameter did not keep the value, or the sums, with which it was first recorded."""
-    first_values: dict[str, Array] = {}
-    first_sums: dict[str, Array] = {}
+    values: list[Mapping[str, Array]] = []
+    sums: list[Mapping[str, Array]] = []
     for update in reference.updates:
         # A step without an optimizer is only recorded because parameters have changed.
         if not all(record.stepped for record in update):
             return True
         for field_name in ("initial", "rewritten_parameters", "parameters"):
-            if _have_changed(update.merged(field_name), first_values):
+            values.append(update.merged(field_name))
+        sums.append(update.merged("parameter_sums"))
+
+    sums += reference.final_sums
+    return _some_array_has_changed(values) or _some_array_has_changed(sums)
+
+
+def _some_array_has_changed(recorded: Iterable[Mapping[str, Array]]) -> bool:
+    """True if an array differs from the first one that was recorded under its name."""
+    first_arrays: dict[str, Array] = {}
+    for arrays in recorded:
+        for name, array in arrays.items():
+            first_array = first_arrays.setdefault(name, array)
+            if not np.array_equal(array, first_array, equal_nan=True):
                 return True
-        if _have_changed(update.merged("parameter_sums"), first_sums):
-            return True
-
-    return any(_have_changed(sums, first_sums) for sums in reference.final_sums)
-
-
-def _have_changed(arrays: Mapping[str, Array], first_arrays: dict[str, Array]) -> bool:
-    """True if an array differs from the first one of its name, which is added if it is missing."""
-    for name, array in arrays.items():
-        first_array = first_arrays.setdefault(name, array)
-        if not np.array_equal(array, first_array, equal_nan=True):
-            return True
     return False
 
 

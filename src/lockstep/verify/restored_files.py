@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
-from typing import Any
+from typing import Any, NamedTuple
 
 COPIES_FOLDER = "before"
 INDEX_FILE = "index"
@@ -38,11 +38,22 @@ NOTHING = "nothing"
 FILE = "file"
 LINK = "link"
 FOLDER = "folder"
+NOT_RESTORED = "unrestored"
+"""The kind of what is not restored. Its path is not written to the index."""
 WRITING_MODE_LETTERS = frozenset("wax+")
 """Letters in the mode of `open` that allow writing."""
 WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 FOLDER_DESCRIPTOR_ARGUMENTS = {"dir_fd", "src_dir_fd", "dst_dir_fd"}
 """Arguments that make a path relative to an open folder. Such paths are not supported here."""
+
+
+class _Kept(NamedTuple):
+    """What was at a path before the run."""
+
+    kind: str
+    """NOTHING, FILE, LINK, FOLDER, or NOT_RESTORED."""
+    copy_or_link_target: str = ""
+    """The name of the copy of a file, or the target of a link."""
 
 
 class FilesBefore:
@@ -145,47 +156,42 @@ class FilesBefore:
             return
 
         try:
-            kind_and_copy = self._copied(path, copy_name)
+            kept = self._copy_if_file(path, copy_name)
         except FileNotFoundError:
-            kind_and_copy = (NOTHING, "")  # what the run creates here is removed after the run
+            kept = _Kept(NOTHING)  # what the run creates here is removed after the run
 
-        # A device, or a file that the run has created before: without an entry in the index, it
-        # stays as the run leaves it.
-        if kind_and_copy is None:
-            return
+        has_entry_in_index = kept.kind != NOT_RESTORED
+        if has_entry_in_index:
+            self._append_line(marker_file, "")  # creates the file
+            index = os.path.join(self._copies, INDEX_FILE)
+            self._append_line(index, [path, kept.kind, kept.copy_or_link_target])
 
-        kind, copy = kind_and_copy
-        self._append_line(marker_file, "")  # creates the file
-        index = os.path.join(self._copies, INDEX_FILE)
-        self._append_line(index, [path, kind, copy])
-
-    def _copied(self, path: str, copy_name: str) -> tuple[str, str] | None:
-        """Copies what is at a path, if it is a file.
+    def _copy_if_file(self, path: str, copy_name: str) -> _Kept:
+        """Copies what is at a path, if it is a file. The path must not have been kept before.
 
         Returns:
-            The kind of what is there (FILE, LINK or FOLDER), and the name of the copy or the target
-            of the link. None if there is nothing to restore after the run.
+            What is there.
 
         Raises:
             FileNotFoundError: There is nothing at the path.
         """
         status = os.lstat(path)
         if S_ISDIR(status.st_mode):
-            return FOLDER, ""  # files in the folder are kept by their own paths
+            return _Kept(FOLDER)  # files in the folder are kept by their own paths
 
-        # The file was last modified during the run, but its path is not in the index. So the run
-        # has created it in a way that is not watched, such as a temporary file.
+        # The file was last modified during the run, although it was not kept. So the run has
+        # created it in a way that is not watched, such as a temporary file.
         if status.st_mtime >= self._start_time:
-            return None
+            return _Kept(NOT_RESTORED)
 
         if S_ISLNK(status.st_mode):
-            return LINK, os.readlink(path)
+            return _Kept(LINK, os.readlink(path))
 
         if S_ISREG(status.st_mode):
             self._copy_file(path, os.path.join(self._copies, copy_name))
-            return FILE, copy_name
+            return _Kept(FILE, copy_name)
 
-        return None  # such as a device
+        return _Kept(NOT_RESTORED)  # such as a device
 
     def _append_line(self, file: str, value: object) -> None:
         """Appends a value to a file as a line of JSON; the file is created if it does not exist."""

@@ -99,7 +99,7 @@ def find_rounding_noise(run: Sequence[Update], run_in_float64: Sequence[Update])
         run: updates of a run on one process, in the script's own precision.
         run_in_float64: updates of the same steps in float64.
     """
-    # Each noisy parameter, as it was in the first step that it was noisy in.
+    # By name: each noisy parameter, from the first step in which it was noisy.
     noisy_parameters: dict[str, NoisyParameter] = {}
     # A run may have more steps than the other one if its time limit allowed more.
     for update, update_in_float64 in zip(run, run_in_float64, strict=False):
@@ -130,26 +130,26 @@ def _noisy_parameters(update: Update, update_in_float64: Update) -> list[NoisyPa
         if gradient_in_float64 is None or gradient_in_float64.shape != gradient.shape:
             continue
 
-        is_noise = suspect.has_small_gradient & _shrinks_to_zero(
-            gradient, gradient_in_float64, max_rounding_in_float64
-        )
-        if not _is_enough_to_report(is_noise, suspect.relative_change):
+        # A gradient is noise if it is small here, and almost zero in float64.
+        mask_of_zeros = _mask_of_zeros(gradient, gradient_in_float64, max_rounding_in_float64)
+        noise_mask = suspect.mask_of_small_gradients & mask_of_zeros
+        if not _is_enough_to_report(noise_mask, suspect.relative_change):
             continue
 
         parameter = NoisyParameter(
             name,
-            num_values=is_noise.size,
-            num_noisy=int(is_noise.sum()),
-            gradient=float(np.abs(gradient[is_noise]).max()),
-            gradient_in_float64=float(np.abs(gradient_in_float64[is_noise]).max()),
-            share_of_step=float(suspect.relative_change[is_noise].max()),
+            num_values=noise_mask.size,
+            num_noisy=int(noise_mask.sum()),
+            gradient=float(np.abs(gradient[noise_mask]).max()),
+            gradient_in_float64=float(np.abs(gradient_in_float64[noise_mask]).max()),
+            share_of_step=float(suspect.relative_change[noise_mask].max()),
         )
         parameters.append(parameter)
 
     return parameters
 
 
-def _shrinks_to_zero(
+def _mask_of_zeros(
     gradient: Array, gradient_in_float64: Array, max_rounding_in_float64: float
 ) -> Array:
     """Returns a mask of the values of a gradient that are almost zero in float64.
@@ -169,7 +169,7 @@ class _Suspect(NamedTuple):
     """A parameter with small gradients that the step has moved far. Both arrays have its shape."""
 
     # A mask of the values whose gradient is so small that it may be noise.
-    has_small_gradient: Array
+    mask_of_small_gradients: Array
     # How far the step has moved each value: 1 for the value that has moved farthest of all values
     # of all parameters.
     relative_change: Array
@@ -205,22 +205,22 @@ def _find_suspects(update: Update) -> Mapping[str, _Suspect]:
     suspects = {}
     for name, change in changes.items():
         magnitude = np.abs(gradients[name])
-        has_small_gradient = (magnitude > 0) & (magnitude <= max_noise)  # so it may be noise
+        mask_of_small_gradients = (magnitude > 0) & (magnitude <= max_noise)
         relative_change = change / largest_change
-        if _is_enough_to_report(has_small_gradient, relative_change):
-            suspects[name] = _Suspect(has_small_gradient, relative_change)
+        if _is_enough_to_report(mask_of_small_gradients, relative_change):
+            suspects[name] = _Suspect(mask_of_small_gradients, relative_change)
 
     return suspects
 
 
-def _is_enough_to_report(may_be_noise: Array, relative_change: Array) -> bool:
+def _is_enough_to_report(noise_mask: Array, relative_change: Array) -> bool:
     """True if a large part of a tensor may have noise as gradients, and some of it moves far.
 
     Args:
-        may_be_noise: mask of the values whose gradients may be noise.
+        noise_mask: mask of the values whose gradients may be noise.
         relative_change: how far each value has moved, as a fraction of the largest change.
     """
-    is_large_part = may_be_noise.sum() >= MIN_SHARE_OF_TENSOR * may_be_noise.size
-    if not may_be_noise.any() or not is_large_part:
+    is_large_part = noise_mask.sum() >= MIN_SHARE_OF_TENSOR * noise_mask.size
+    if not noise_mask.any() or not is_large_part:
         return False
-    return float(relative_change[may_be_noise].max()) >= MIN_SHARE_OF_STEP
+    return float(relative_change[noise_mask].max()) >= MIN_SHARE_OF_STEP

@@ -75,8 +75,8 @@ class RunConfig:
         # processes.
         overrides: dict[str, Any] = {"shares": None}
 
-        # One process computes each global batch in one piece, unless bits are compared: those
-        # depend on the pieces.
+        # When bits are compared, one process must use the same micro-batches, because rounding
+        # depends on them. Otherwise it computes each global batch in one piece.
         if not self.compares_bits:
             overrides["micro_batch_size"] = None  # no micro-batches
             overrides["reference_of_verify"] = True  # no virtual ranks for synchronized BatchNorm

@@ -108,18 +108,17 @@ def _peers_were_stopped(
     # Peers with an error are left out: they may have lost their own peers in the same way.
     ends_of_peers = [end for peer, end in ends.items() if peer != rank and not end.error]
     peers_were_stopped = bool(ends_of_peers) and all(end.was_stopped for end in ends_of_peers)
-    if not peers_were_stopped:
-        return False
 
     # The rank was about to be stopped too.
     has_enough_steps = most_steps(updates[rank]) >= steps
-    if has_enough_steps:
-        return True
 
     # If ranks train one by one, this rank may have waited for its turn to make its first step. It
     # has then made few backward passes, or none.
     has_not_stepped = not updates[rank]
-    return has_not_stepped and _may_still_make_first_step(ends[rank].num_backward_passes)
+    num_passes = ends[rank].num_backward_passes
+    may_have_waited_for_turn = has_not_stepped and _may_still_make_first_step(num_passes)
+
+    return peers_were_stopped and (has_enough_steps or may_have_waited_for_turn)
 
 
 def _may_still_make_first_step(num_backward_passes: int) -> bool:

@@ -354,11 +354,7 @@ def _models_whose_rows_are_no_samples(updates: Sequence[Update]) -> set[str]:
 def _without_models(record: RankUpdate, model_classes: Set[str]) -> RankUpdate:
     """Returns the record of a rank without the forward passes of models whose rows are no samples.
 
-    The `contents` of batches, one digest for each row, are removed too, as these rows may be no
-    samples either:
-
-    - those of `model_inputs` in any case: it is not recorded which model was called with them.
-    - those of `batches` only if the batch has no dataset indices, which belong to samples.
+    Digests of rows that may be no samples are removed too.
 
     Args:
         record: record of the rank.
@@ -369,20 +365,24 @@ def _without_models(record: RankUpdate, model_classes: Set[str]) -> RankUpdate:
         if _class_of(forward) not in model_classes:
             forwards.append(forward)
 
+    return replace(_with_digests_of_samples_only(record), forwards=forwards)
+
+
+def _with_digests_of_samples_only(record: RankUpdate) -> RankUpdate:
+    """Returns the record of a rank without the `contents` of rows that may be no samples.
+
+    The rows of a loader's batch are samples if each of them has a dataset index. The rows that a
+    model was called with may be something else: it is not recorded which model it was.
+    """
     model_inputs = [_without_contents(batch) for batch in record.model_inputs]
 
-    if record.batches_are_model_inputs:  # the script uses no loader
-        batches = model_inputs
-    else:
-        batches = [_without_doubtful_contents(batch) for batch in record.batches]
+    are_from_loader = not record.batches_are_model_inputs
+    batches = []
+    for batch in record.batches:
+        rows_are_samples = are_from_loader and batch.ids is not None
+        batches.append(batch if rows_are_samples else _without_contents(batch))
 
-    return replace(record, forwards=forwards, model_inputs=model_inputs, batches=batches)
-
-
-def _without_doubtful_contents(batch: Batch) -> Batch:
-    """Returns the batch without the digests of its rows, unless a dataset index belongs to each."""
-    has_index_for_each_row = batch.ids is not None
-    return batch if has_index_for_each_row else _without_contents(batch)
+    return replace(record, model_inputs=model_inputs, batches=batches)
 
 
 def _without_contents(batch: Batch) -> Batch:

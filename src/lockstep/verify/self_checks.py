@@ -119,6 +119,7 @@ def _compare_ranks(
         return []
 
     # The ranks are compared with each other, so the same run stands on both sides.
+    num_parameters = len(update.merged("gradients"))  # each parameter has one gradient
     case = Divergence(
         reference_run=updates,
         parallel_run=updates,
@@ -126,8 +127,7 @@ def _compare_ranks(
         update_index=update_index,
         kind=kind,
         names=tuple(names),
-        # The number of parameters, of which each has a gradient.
-        num_compared=len(update.merged("gradients")),
+        num_compared=num_parameters,
     )
     return [Finding(find_cause(case), case)]
 

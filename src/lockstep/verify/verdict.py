@@ -25,7 +25,7 @@ from lockstep.verify.divergence import (
     tolerance_of,
     updates_before_rounding,
 )
-from lockstep.verify.finding import Finding, labelled, verdict_head
+from lockstep.verify.finding import Finding, labelled, lines_on_later_steps, verdict_head
 from lockstep.verify.joined_parts import JoinedRuns, join_parts
 from lockstep.verify.late_models import with_names_of_models, without_models_met_by_one_run
 from lockstep.verify.line_findings import splitting_branches
@@ -211,11 +211,10 @@ class Verdict:
         if self.accepted_difference:
             lines.append(labelled("but", translate(self.accepted_difference)))
 
-        if self.reference.stopped_at:
-            until = translate(f"{self.reference.stopped_at}; what comes later is not compared")
-            lines.append(labelled("until", until))
-        if self.reference.advice_on_more_steps:
-            lines.append(labelled("then", translate(self.reference.advice_on_more_steps)))
+        lines += lines_on_later_steps(
+            stopped_at=self.reference.stopped_at,
+            advice_on_more_steps=self.reference.advice_on_more_steps,
+        )
 
         # Faults of the script that make no difference here.
         for finding in self.findings:
@@ -609,15 +608,13 @@ def _new_findings(
 def _is_new_difference(
     difference_between_ranks: Divergence, differences_from_reference: Sequence[Divergence]
 ) -> bool:
-    """True if no difference from the reference is of the same kind and in the same update."""
-    # If every rank agrees with the reference within the tolerance, the ranks differ from each other
-    # only by rounding, which is no difference.
-    if not differences_from_reference:
-        return False
+    """True if the ranks differ, in kind or update, where they do not differ from the reference.
 
-    for difference in differences_from_reference:
-        is_of_same_kind = difference.kind == difference_between_ranks.kind
-        is_in_same_update = difference.update_index == difference_between_ranks.update_index
-        if is_of_same_kind and is_in_same_update:
-            return False
-    return True
+    If they differ from it nowhere, the answer is False: every rank agrees with the reference within
+    the tolerance, so the ranks differ from each other only by rounding.
+    """
+    known = {
+        (difference.kind, difference.update_index) for difference in differences_from_reference
+    }
+    is_known = (difference_between_ranks.kind, difference_between_ranks.update_index) in known
+    return bool(known) and not is_known

@@ -65,6 +65,7 @@ class SameOrderCheck(Check):
             f"{len(in_same_order)} loaders over the same dataset were each trained on for one "
             "epoch; each begins with its own epoch 0, so these epochs had the same order",
             "prepare the loader once, before the loop over the epochs: it shuffles anew in each",
+            code="LS103",
         )
 
     def _loaders_of_first_epochs(self) -> list[Loader]:

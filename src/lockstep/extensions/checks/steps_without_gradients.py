@@ -93,6 +93,7 @@ class StepsWithoutGradientsCheck(Check):
             f"in the first {STEPS_UNTIL_WARNING} steps no parameter had a gradient, so nothing was "
             f"trained: {cause}",
             "call world.backward(loss), optimizer.step() and optimizer.zero_grad() in this order",
+            code="LS409",
         )
 
 

@@ -18,11 +18,11 @@ from lockstep.verify.rules.evidence import describe_random_numbers_of_one_run
 def cause_if_loss_is_random(case: Divergence, *evidence: str) -> Cause | None:
     """LS106 or LS308: the loss was computed from random numbers that only one of the runs drew.
 
-    LS106: several ranks drew, and all of them drew the same numbers. LS308: anything else.
+    LS106: there are several ranks, and each of them drew the same numbers. LS308: anything else.
 
     Needs: `loss_draws` and `drawn_digests`.
     Applies: if the loss of one run was computed from numbers that the other run did not draw.
-    False positives: harmless random numbers, if something else is wrong.
+    False positives: if these numbers do no harm, and something else is wrong.
     Evidence: the given evidence, and the line that drew the numbers.
 
     Args:
@@ -37,10 +37,8 @@ def cause_if_loss_is_random(case: Divergence, *evidence: str) -> Cause | None:
     # are compared as counters, because their order does not matter.
     draws_of_ranks = [Counter(record.loss_draws) for record in case.actual if record.contributes]
 
-    num_ranks_that_drew = sum(len(draws) > 0 for draws in draws_of_ranks)
-    several_ranks_drew = num_ranks_that_drew > 1
-    all_are_equal = all(draws == draws_of_ranks[0] for draws in draws_of_ranks)
-    if several_ranks_drew and all_are_equal:
+    each_drew_the_same = all(draws and draws == draws_of_ranks[0] for draws in draws_of_ranks)
+    if len(draws_of_ranks) > 1 and each_drew_the_same:
         same = "all ranks drew the same numbers"
         return Cause("LS106", (*evidence, *sentences_on_draws, same))
 

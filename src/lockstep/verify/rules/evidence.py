@@ -115,12 +115,12 @@ def _pattern_of(expected: Array, actual: Array, case: Divergence) -> str:
     return format_ratio(ratio, case.num_ranks)
 
 
-def draws_not_made_by_all_ranks(case: Divergence) -> list[tuple[str, str]]:
-    """Returns draws of random numbers that some ranks made for their loss, but not others.
+def draws_with_wrong_counts(case: Divergence) -> list[tuple[str, str]]:
+    """Returns the draws of random numbers that the ranks did not make as often as they should.
 
-    For example, one process draws a noise level once for its whole batch, and each of 3 ranks must
-    draw the same level, so that the ranks together draw it 3 times. If they draw it more or less
-    often, the loss of some rank was computed from other levels.
+    For their losses, all ranks should draw the numbers of one process. For example, if one process
+    draws a noise level once for its whole batch, 3 ranks should draw this level 3 times in total.
+    With any other count, the loss of some rank was computed from other levels.
 
     Returns:
         Each such draw as a pair of its line and a digest of the numbers.
@@ -135,14 +135,13 @@ def draws_not_made_by_all_ranks(case: Divergence) -> list[tuple[str, str]]:
         counts_of_ranks.update(record.loss_draws)
 
     all_draws = {**counts_of_ranks, **counts_of_one_process}  # without duplicates
-    draws_of_some = []
+    draws = []
     for draw in all_draws:
-        # If every rank made the draw as often as one process, the count is this multiple.
-        count_if_all_ranks_agree = counts_of_one_process[draw] * case.num_ranks
-        if counts_of_ranks[draw] != count_if_all_ranks_agree:
-            draws_of_some.append(draw)
+        expected_count = counts_of_one_process[draw] * case.num_ranks
+        if counts_of_ranks[draw] != expected_count:
+            draws.append(draw)
 
-    return draws_of_some
+    return draws
 
 
 def describe_random_numbers_of_one_run(case: Divergence) -> list[str]:
@@ -156,7 +155,7 @@ def describe_random_numbers_of_one_run(case: Divergence) -> list[str]:
     The result is one sentence with the line of the first draw that is reported, or an empty list.
     """
     drawn_by_both_runs = _drawn_digests(case.expected) & _drawn_digests(case.actual)
-    for line, digest in draws_not_made_by_all_ranks(case):
+    for line, digest in draws_with_wrong_counts(case):
         if digest not in drawn_by_both_runs:
             return [
                 f"the loss is computed from random numbers that were drawn for this step: {line}"

@@ -26,10 +26,11 @@ from lockstep.verify.algebra import (
 )
 from lockstep.verify.cause import Cause, format_items
 from lockstep.verify.divergence import Divergence, same_samples
+from lockstep.verify.names import path_of
 from lockstep.verify.rules.evidence import (
     describe_local_comparison,
     describe_local_statistics,
-    draws_not_made_by_all_ranks,
+    draws_with_wrong_counts,
     first_clip_line,
     format_backward_passes,
     format_ratio,
@@ -534,9 +535,9 @@ def _cause_of_other_weights(
         text = "nothing that was counted in the batches is proportional to these weights"
         return Cause("LS205", (*evidence, text))
 
-    # 4. The ranks multiplied their losses by a statistic: it differs from that of one process, and
-    # nothing else is known that could be the reason.
-    random_numbers_may_be_reason = bool(draws_not_made_by_all_ranks(case))
+    # 4. A statistic is the only thing that is known to differ from one process, so the ranks have
+    # probably multiplied their losses by it.
+    random_numbers_may_be_reason = bool(draws_with_wrong_counts(case))
     if statistics and not random_numbers_may_be_reason:
         return Cause("LS208", (*evidence, *statistics))
 
@@ -565,11 +566,13 @@ def _cause_of_missing_count(
     """
     # The factors from the used to the right weights, such as 4/3 and 2/3.
     corrections = _corrections_of_weights(right_weights, used_weights)
-    for key, counts in _counts_of_parts(case, num_parts=len(right_weights)).items():
+    # Nouns, each with a count for each part: "samples" with [8, 4].
+    counts_by_noun = _counts_of_parts(case, num_parts=len(right_weights))
+    for noun, counts in counts_by_noun.items():
         if proportional(corrections, counts):
-            code = "LS206" if key == "samples" else "LS205"
+            code = "LS206" if noun == "samples" else "LS205"
             numbers = ", ".join(f"{count:g}" for count in counts)
-            return Cause(code, (*evidence, f"that is by their {key}: {numbers}"))
+            return Cause(code, (*evidence, f"that is by their {noun}: {numbers}"))
 
     return None
 
@@ -628,7 +631,7 @@ def _is_mean_of_some_parts(weights_of_parts: Sequence[float]) -> bool:
 def _cause_of_parts_without_weight(
     case: Divergence, right_weights: Sequence[float], used_weights: Sequence[float]
 ) -> Cause:
-    """Names the cause. Called if some part has no positive weight in the gradient of one process.
+    """Names the cause of weights that are right if they are zero or negative for some part.
 
     LS110: one process trains only some of the parts, so the ranks have too many samples. For
     example, the right weights of four parts are 1/2, 1/2, 0 and 0, and the ranks used 1/4 for each.
@@ -641,10 +644,8 @@ def _cause_of_parts_without_weight(
         used_weights: weights with which the parts add up to the gradient of the ranks.
     """
     one_process_has_mean_of_some = _is_mean_of_some_parts(right_weights)
-    all_parts_have_same_weight = all_near(used_weights, max_error=1e-5)
-    ranks_have_mean_of_all = all_parts_have_same_weight
+    ranks_have_mean_of_all = all_near(used_weights, max_error=1e-5)
     ranks_seem_to_train_more = one_process_has_mean_of_some and ranks_have_mean_of_all
-
     if ranks_seem_to_train_more and not _are_known_to_have_same_samples(case):
         return Cause("LS110", (*_describe_parts_of_one_process(right_weights), *loss_line(case)))
 
@@ -783,7 +784,7 @@ def cause_if_no_rule_applies(case: Divergence) -> Cause:
     evidence = []
     if case.num_ranks > 1 and any(record.local_gradients for record in case.actual):
         evidence.append("no weighting of the ranks' own gradients gives that of one process")
-    terms, _ = describe_terms(case)
+    terms = describe_terms(case).sentences
     return cause_by_inputs_or_unknown(case, *evidence, *terms)
 
 
@@ -911,8 +912,7 @@ def _describe_what_is_carried_over(case: Divergence) -> list[str]:
     kept_names = set()
     for record in case.actual:
         for name in record.module_tensors_before:
-            _model, _, name_in_model = name.partition("/")
-            kept_names.add(name_in_model)
+            kept_names.add(path_of(name))
 
     if kept_names:
         text += f": {format_items(sorted(kept_names))}"

@@ -12,6 +12,7 @@ Rules that compare the values of gradients are in `gradient_values`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from lockstep.verify.algebra import constant_ratio, mean_of, near
@@ -20,7 +21,7 @@ from lockstep.verify.divergence import Divergence
 from lockstep.verify.rules.evidence import format_ratio, gradient_patterns
 from lockstep.verify.rules.gradient_values import explain_gradients
 from lockstep.verify.tolerance import Array
-from lockstep.verify.training_record import Update
+from lockstep.verify.training_record import ScriptCall, Update
 from lockstep.wording import format_ranks, join_first
 
 
@@ -105,8 +106,16 @@ def _may_be_of_swapped_models(case: Divergence, expected: set[str], actual: set[
     names_at_first_step = case.reference_run[0][0].initial.keys()
     names_of_later_parameters = (expected | actual) - names_at_first_step
     some_came_later = bool(names_of_later_parameters)
-    have_same_short_names = Counter(script_names(actual)) == Counter(script_names(expected))
-    return some_came_later and have_same_short_names
+    return some_came_later and _have_same_names_without_models(expected, actual)
+
+
+def _have_same_names_without_models(expected: Collection[str], actual: Collection[str]) -> bool:
+    """True if two runs name the same parameters, apart from the names of their models.
+
+    For example, "Net/fc.weight" may be "Net#2/fc.weight" in the other run. Without their models,
+    both are "fc.weight". Each of these short names must occur as often in both runs.
+    """
+    return Counter(script_names(expected)) == Counter(script_names(actual))
 
 
 def parameters_without_optimizer(case: Divergence) -> Cause | None:
@@ -128,10 +137,8 @@ def parameters_without_optimizer(case: Divergence) -> Cause | None:
     if not missing:
         return None
 
-    # "Net/fc.weight" may be missing just because this model is named "Net#2" on the ranks. Then all
-    # names without the model, such as "fc.weight", occur as often in both runs.
-    only_models_are_renamed = Counter(script_names(expected)) == Counter(script_names(actual))
-    if only_models_are_renamed:
+    # "Net/fc.weight" may be missing just because this model is named "Net#2" on the ranks.
+    if _have_same_names_without_models(expected, actual):
         return None
 
     names = join_first(script_names(missing))
@@ -246,12 +253,8 @@ def _detached_gather_line(case: Divergence) -> str:
 def wrong_after_clipping(case: Divergence) -> Cause | None:
     """Names the cause of gradients that differ after they were clipped.
 
-    In this order:
-
-    - LS403: the ranks had equal gradients before clipping, so they clipped differently.
-    - Any code of `explain_gradients`: the ranks had different gradients before clipping, whose mean
-      was wrong already, or clipping changed nothing.
-    - LS404: the mean was right, perhaps times a number, so the ranks clipped before averaging.
+    LS403: the ranks had equal gradients before clipping, so they clipped differently. If they had
+    not averaged their gradients yet, see `_cause_of_clipping_before_averaging` for the codes.
 
     Needs: `unclipped`, and `calls` that clip.
     Applies: if gradients were clipped in one of the runs and differ afterwards.
@@ -263,32 +266,39 @@ def wrong_after_clipping(case: Divergence) -> Cause | None:
     if case.kind != "gradients" or not clips:
         return None
 
-    line = clips[0].line
-
     # The ranks had averaged their gradients before they clipped them. A wrong average would have
     # been reported as a difference before clipping (kind "unclipped"), so the average was right,
     # and clipping made the difference.
     ranks_agreed_before = not case.actual.ranks_that_differ("unclipped", case.tolerance)
     if ranks_agreed_before:
         text = "they were equal before they were clipped, and are not after"
-        return Cause("LS403", (text, line, *gradient_patterns(case)))
+        return Cause("LS403", (text, clips[0].line, *gradient_patterns(case)))
 
-    # The ranks clipped gradients that they had not averaged. If they had averaged first, they would
-    # have clipped this mean.
+    return _cause_of_clipping_before_averaging(case, clips)
+
+
+def _cause_of_clipping_before_averaging(case: Divergence, clips: Sequence[ScriptCall]) -> Cause:
+    """Names the cause if the ranks clipped gradients that they had not averaged.
+
+    LS404: clipping changed them, and their mean was right before, perhaps times a number. Any code
+    of `explain_gradients`: the mean was wrong before, or clipping changed nothing.
+
+    Args:
+        case: the difference.
+        clips: all calls that clip gradients. The first one is named.
+    """
+    line = clips[0].line
     expected = case.expected.merged("unclipped")
     mean = mean_of([record.unclipped for record in case.actual])
 
     # The mean was right if mean = ratio * expected for some number; otherwise, the ratio is None.
     ratio = constant_ratio(expected, mean, case.max_error)
     clipping_changed_nothing = not any(call.has_clipped for call in clips)
-
-    # Clipping is not the cause if the mean was wrong already, or if clipping changed nothing.
     if ratio is None or clipping_changed_nothing:
         cause = explain_gradients(case, expected, mean)
         clipped_text = "gradients were clipped while those of the ranks still differed"
         return cause.with_evidence(clipped_text, line)
 
-    # The mean was right, so it was clipping that made the gradients wrong.
     clipped_text = "clipping changed gradients while those of the ranks still differed"
     ratio_text = "equal to"
     if not near(ratio, 1):

@@ -112,21 +112,19 @@ def _other_seeds(case: Divergence) -> list[str]:
     # The names of all records, such as "one process", "rank 0" and "rank 1". One process has a
     # record for each replica of the model that it trains, usually a single one.
     names_of_reference = name_reference(num_replicas=len(case.expected))
-    processes = [*names_of_reference, *name_ranks(range(len(case.actual)))]
+    names_of_records = [*names_of_reference, *name_ranks(range(len(case.actual)))]
 
     # For each record, the seeds that torch was given, by line, such as
-    # {"train.py:3: torch.manual_seed(0)": 0}. The first record is that of one process.
-    seeds_of_processes = [record.seeds for record in (*case.expected, *case.actual)]
+    # {"train.py:3: torch.manual_seed(0)": 0}.
+    seeds_of_records = [record.seeds for record in (*case.expected, *case.actual)]
 
-    # Only lines that one process ran are compared. A process that did not run a line has the seed
-    # None: {0, None} are two distinct seeds.
-    lines_of_one_process = list(case.expected[0].seeds.keys())
+    # Only lines that one process ran are compared. Its replicas have run the same ones.
+    lines_of_one_process = list(case.expected[0].seeds)
     for line in lines_of_one_process:
-        distinct_seeds = {seeds.get(line) for seeds in seeds_of_processes}
-        if len(distinct_seeds) > 1:
-            values = [seeds.get(line, "no seed") for seeds in seeds_of_processes]
+        values = [seeds.get(line, "no seed") for seeds in seeds_of_records]
+        if len(set(values)) > 1:
             return [
-                f"torch was seeded with {format_by_process(values, processes)}",
+                f"torch was seeded with {format_by_process(values, names_of_records)}",
                 f"the seed was set by {line}",
             ]
 

@@ -21,6 +21,7 @@ import numpy as np
 from lockstep.verify.algebra import constant_ratio, flat, mean_of, near, norm, sum_of_passes
 from lockstep.verify.cause import Cause, format_items, script_names
 from lockstep.verify.divergence import Divergence
+from lockstep.verify.names import model_of
 from lockstep.verify.rules.evidence import describe_random_numbers_of_one_run
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import LARGEST, RankUpdate, ScriptCall, Update
@@ -401,7 +402,7 @@ def _ratios_of_state(expected: RankUpdate, actual: Update) -> dict[str, set[floa
 
 
 def stepped_inside_backward_pass(gradients: LocalGradients) -> Cause | None:
-    """LS406: the optimizer stepped inside the backward pass, before gradients were averaged.
+    """LS406: the optimizer stepped inside the backward pass, probably with a rank's own gradients.
 
     Needs: `step_line_in_backward`.
     Applies: if there is such a step, as in a hook on a parameter.
@@ -411,7 +412,10 @@ def stepped_inside_backward_pass(gradients: LocalGradients) -> Cause | None:
     line = gradients.case.actual.first_on_any_rank("step_line_in_backward")
     if not line:
         return None
-    text = f"the optimizer stepped inside the backward pass, before they were averaged: {line}"
+    text = (
+        "the optimizer stepped inside the backward pass, where gradients may not be averaged yet: "
+        f"{line}"
+    )
     return Cause("LS406", (gradients.sentence_on_difference, text))
 
 
@@ -625,7 +629,7 @@ def _other_averaged_names(gradients: LocalGradients) -> list[str]:
         return []
 
     optimizer = case.actual[0].optimizer
-    models = {_model_of(name) for name in gradients.names}
+    models = {model_of(name) for name in gradients.names}
     averaged: dict[str, None] = {}  # an ordered set
 
     # Other gradients may belong to another optimizer of the script, which steps in an update before
@@ -634,7 +638,7 @@ def _other_averaged_names(gradients: LocalGradients) -> list[str]:
         record_of_rank_0 = update[0]
         is_same_optimizer = record_of_rank_0.optimizer == optimizer
         for name in _names_averaged_by_script(record_of_rank_0, case.max_error):
-            is_same_model = _model_of(name) in models
+            is_same_model = model_of(name) in models
             is_other_gradient = name not in gradients.names
             if is_other_gradient and (is_same_optimizer or is_same_model):
                 averaged[name] = None
@@ -675,11 +679,6 @@ def _neighbouring_updates(case: Divergence) -> Sequence[Update]:
     num_optimizers = len({update[0].optimizer for update in case.parallel_run})
     first = max(0, case.update_index - num_optimizers + 1)
     return case.parallel_run[first : case.update_index + num_optimizers]
-
-
-def _model_of(name: str) -> str:
-    """Returns the model in the name of a parameter: "Net" for "Net/layer.weight"."""
-    return name.partition("/")[0]
 
 
 def model_that_nothing_wraps(gradients: LocalGradients) -> Cause | None:

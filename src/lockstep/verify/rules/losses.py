@@ -9,6 +9,7 @@ listed under "Needs". `merged(field)` merges the arrays of all ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from lockstep.verify.rules.evidence import (
     describe_local_scalars,
     describe_local_statistics,
     describe_random_numbers_of_one_run,
-    draws_not_made_by_all_ranks,
+    draws_with_wrong_counts,
     gradient_patterns,
     loss_line,
 )
@@ -58,20 +59,26 @@ def terms_that_scale_differently(case: Divergence) -> Cause | None:
     False positives: a few numbers that fit by chance.
     Evidence: which terms are means, and which are sums.
     """
-    sentences, explains_all = describe_terms(case)
-    if not explains_all:
+    description = describe_terms(case)
+    if not description.explains_gradients:
         return None
-    return Cause("LS211", (*sentences, *loss_line(case), *gradient_patterns(case)))
+    return Cause("LS211", (*description.sentences, *loss_line(case), *gradient_patterns(case)))
 
 
-def describe_terms(case: Divergence) -> tuple[list[str], bool]:
+class DescriptionOfTerms(NamedTuple):
+    """What is unusual about the terms of a loss: the numbers that were added up to it."""
+
+    sentences: Sequence[str] = ()
+    """One sentence; empty if nothing is unusual."""
+    explains_gradients: bool = False
+    """True if this explains why the gradients are wrong."""
+
+
+def describe_terms(case: Divergence) -> DescriptionOfTerms:
     """Says how the terms of the loss scale with the number of ranks, if they scale differently.
 
     A term is one of the numbers that were added up to the loss. On one process, it should be the
     mean of this term over the ranks.
-
-    Returns:
-        Sentences, and whether they explain why the gradients are wrong.
     """
     # Ranks whose losses do not count, such as the first stages of a pipeline, are left out.
     record_by_rank = {rank: r for rank, r in enumerate(case.actual) if r.contributes}
@@ -81,7 +88,7 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
     record_of_one_process = case.expected[0]
     all_records = [record_of_one_process, *record_by_rank.values()]
     if case.num_ranks == 1 or any(len(record.loss_terms) != 1 for record in all_records):
-        return [], False
+        return DescriptionOfTerms()
 
     # The terms of the only backward pass, on one process and on each rank.
     expected_terms = record_of_one_process.loss_terms[0]
@@ -96,13 +103,8 @@ def describe_terms(case: Divergence) -> tuple[list[str], bool]:
 
 def _describe_term_counts(
     expected_terms: Sequence[float], terms_by_rank: Mapping[int, Sequence[float]]
-) -> tuple[list[str], bool]:
-    """Says how many terms the loss has on one process and on each rank.
-
-    Returns:
-        A list with this sentence, like the lists of `describe_terms`, and whether the sentence
-        explains the difference.
-    """
+) -> DescriptionOfTerms:
+    """Says how many terms the loss has on one process and on each rank."""
     count_by_rank = {rank: len(terms) for rank, terms in terms_by_rank.items()}
     of_ranks = ", ".join(f"{count} on rank {rank}" for rank, count in count_by_rank.items())
     text = f"the loss is a sum of {len(expected_terms)} terms on one process, of {of_ranks}"
@@ -110,12 +112,12 @@ def _describe_term_counts(
     # If all ranks have the same number of terms, the script may have added up the same loss in
     # another way. Otherwise, some ranks lack terms of others, which explains the difference.
     some_ranks_lack_terms_of_others = len(set(count_by_rank.values())) > 1
-    return [text], some_ranks_lack_terms_of_others
+    return DescriptionOfTerms([text], explains_gradients=some_ranks_lack_terms_of_others)
 
 
 def _describe_scales_of_terms(
     expected_terms: Sequence[float], terms_of_ranks: Sequence[Sequence[float]], max_error: float
-) -> tuple[list[str], bool]:
+) -> DescriptionOfTerms:
     """Says which terms of the loss are the mean over the ranks, and which are their sum.
 
     For example, a loss has two terms:
@@ -123,16 +125,13 @@ def _describe_scales_of_terms(
     - Term 1 is 2 on one process, 1 on rank 0 and 3 on rank 1. It is the mean over the ranks.
     - Term 2 is 6 on one process, 3 on rank 0 and 3 on rank 1. It is the sum over the ranks.
 
-    Then the sentence says that one process has "the mean of term 1, the sum of term 2".
+    Then the sentence says that one process has "the mean of term 1, the sum of term 2". Nothing is
+    said if all terms are of one kind: means, sums, or neither.
 
     Args:
         expected_terms: terms on one process.
         terms_of_ranks: the same terms on each rank.
         max_error: largest relative difference that counts as rounding.
-
-    Returns:
-        One sentence in a list, and whether it explains the difference. The list is empty if all
-        terms are of one kind: means, sums, or neither. A term that is neither is not explained.
     """
     means, sums, neither = _classify_terms(expected_terms, terms_of_ranks, max_error)
     texts = []
@@ -145,11 +144,10 @@ def _describe_scales_of_terms(
 
     all_are_of_one_kind = len(texts) < 2
     if all_are_of_one_kind:
-        return [], False
+        return DescriptionOfTerms()
 
     sentence = f"of the loss's terms, one process has, over the ranks, {', '.join(texts)}"
-    explains_all_terms = not neither
-    return [sentence], explains_all_terms
+    return DescriptionOfTerms([sentence], explains_gradients=not neither)
 
 
 def _classify_terms(
@@ -330,7 +328,7 @@ def local_statistic_in_loss(case: Divergence) -> Cause | None:
         return None
 
     # The loss may differ because of random numbers instead.
-    if draws_not_made_by_all_ranks(case):
+    if draws_with_wrong_counts(case):
         return None
 
     # Sentences on statistics whose values on the ranks are not that on one process.

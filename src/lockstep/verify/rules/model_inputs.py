@@ -188,8 +188,7 @@ def other_inputs(case: Divergence) -> Cause | None:
     if ranks_train_other_rows(case.actual) and all_ranks_had_the_same(inputs_of_ranks(case.actual)):
         return None
 
-    # The draws of worker processes are not recorded, so there may have been some.
-    if any(batch.random_draws or batch.workers for batch in _batches_of_both_runs(case)):
+    if _may_have_drawn_while_reading(case):
         return None
 
     # Models in the order in which they were called.
@@ -209,12 +208,20 @@ def other_inputs(case: Divergence) -> Cause | None:
     return None
 
 
-def _cause_in_additional_inputs(case: Divergence, forward: MatchedForward) -> Cause | None:
-    """Names the cause of other outputs, for a model whose first input is the same.
+def _may_have_drawn_while_reading(case: Divergence) -> bool:
+    """True if random numbers were, or may have been, drawn while batches were read.
 
-    If additional inputs differ, such as a hidden state, the cause is either that they are random
-    (LS106, LS308), or that the script passes others (LS111). If all inputs are the same, the result
-    is None: then the cause is in the model itself, and `other_outputs` looks for it.
+    The draws of worker processes are not recorded, so they may have drawn some.
+    """
+    return any(batch.random_draws or batch.workers for batch in _batches_of_both_runs(case))
+
+
+def _cause_in_additional_inputs(case: Divergence, forward: MatchedForward) -> Cause | None:
+    """Names the cause of differing outputs, for a model whose first input is the same.
+
+    If inputs after the first one differ, such as a hidden state, they are either random (LS106,
+    LS308), or the script passes different ones (LS111). If all inputs are the same, the result is
+    None: then the cause is in the model itself, and `other_outputs` looks for it.
     """
     differing_inputs = forward.differing_rows("other_inputs")  # a bool for each sample
     if not differing_inputs.any():
@@ -222,7 +229,7 @@ def _cause_in_additional_inputs(case: Divergence, forward: MatchedForward) -> Ca
 
     # The additional inputs may be random, as in a diffusion model. Then the loss, which is computed
     # from them, depends on numbers that only one of the runs drew.
-    sentence = format_differing_other_inputs(forward, differing_inputs)
+    sentence = format_differing_additional_inputs(forward, differing_inputs)
     cause = cause_if_loss_is_random(case, sentence)
     if cause is not None:
         return cause
@@ -232,12 +239,12 @@ def _cause_in_additional_inputs(case: Divergence, forward: MatchedForward) -> Ca
     return Cause("LS111", (sentence, *describe_local_statistics(case)))
 
 
-def format_differing_other_inputs(forward: MatchedForward, differing_inputs: Array) -> str:
+def format_differing_additional_inputs(forward: MatchedForward, differing_inputs: Array) -> str:
     """Says for how many samples the inputs after the first one differ.
 
     Args:
         forward: forward pass of the model.
-        differing_inputs: a bool for each sample, True if its other inputs differ.
+        differing_inputs: a bool for each sample, True if its inputs after the first one differ.
     """
     num_differing = differing_inputs.sum()
     num_inputs = len(differing_inputs)
@@ -252,7 +259,7 @@ class _ExtraInputs:
     """The inputs of a forward pass that the ranks have beyond those of one process: *extra* inputs.
 
     For example, one process has inputs a and b in this step, and c in another step. Two ranks have
-    a, a, c and d. Then the extra inputs are a (repeated), c (of another step) and d (unknown).
+    a, a, c and d. Then the extra inputs are a (repeated), c (of another step) and d (of no step).
     """
 
     forward: MatchedForward
@@ -265,7 +272,7 @@ class _ExtraInputs:
     sentence_on_numbers: str
 
     @property
-    def num_unknown(self) -> int:
+    def num_of_no_step(self) -> int:
         """Number of extra inputs that one process has in no step."""
         return self.num_extra - self.num_repeated - self.num_of_other_steps
 
@@ -275,9 +282,9 @@ class _ExtraInputs:
         return self.num_repeated == self.num_extra
 
     @property
-    def all_are_known(self) -> bool:
-        """True if one process has all extra inputs in some step."""
-        return self.num_unknown == 0
+    def all_are_of_some_step(self) -> bool:
+        """True if one process has all extra inputs, in this step or in another one."""
+        return self.num_of_no_step == 0
 
     @property
     def left_out_and_repeated(self) -> tuple[str, ...]:
@@ -320,7 +327,7 @@ def _cause_of_other_inputs(case: Divergence, forward: MatchedForward, are_sample
         ),
     )
 
-    if are_samples and inputs.all_are_known:
+    if are_samples and inputs.all_are_of_some_step:
         return _cause_of_other_samples(case, inputs)
     return _cause_of_computed_inputs(case, inputs, are_samples)
 
@@ -342,9 +349,9 @@ def _cause_of_other_samples(case: Divergence, inputs: _ExtraInputs) -> Cause:
         return Cause("LS101", (inputs.sentence_on_numbers, *inputs.left_out_and_repeated))
 
     of_other_steps = f"{inputs.num_of_other_steps} are inputs of another step of one process"
-    sentences_on_orders = [*_orders_of_ranks(case), *_inputs_of_several_ranks(case)]
-    if sentences_on_orders:
-        return Cause("LS105", (inputs.sentence_on_numbers, of_other_steps, *sentences_on_orders))
+    evidence_of_own_orders = [*_orders_of_ranks(case), *_inputs_of_several_ranks(case)]
+    if evidence_of_own_orders:
+        return Cause("LS105", (inputs.sentence_on_numbers, of_other_steps, *evidence_of_own_orders))
 
     draws = describe_random_numbers_of_one_run(case)
     return Cause("LS109", (inputs.sentence_on_numbers, of_other_steps, *draws))
@@ -353,7 +360,8 @@ def _cause_of_other_samples(case: Divergence, inputs: _ExtraInputs) -> Cause:
 def _cause_of_computed_inputs(case: Divergence, inputs: _ExtraInputs, are_samples: bool) -> Cause:
     """Names the cause of inputs that the script computes from samples, or that nothing explains.
 
-    LS106, LS308: they are random. LS111: they are different inputs.
+    LS106, LS308: they are random. LS111, in this order: they are normalized by each rank; they are
+    those of one process, some of them repeated; they are of other steps, or of no step.
 
     Args:
         case: the difference.
@@ -370,15 +378,13 @@ def _cause_of_computed_inputs(case: Divergence, inputs: _ExtraInputs, are_sample
         why = "as if normalized by the mean and deviation of its own samples"
         return Cause("LS111", (numbers, text, why))
 
-    # Some inputs were computed twice, while others were left out.
     if inputs.all_are_repeated:
         return Cause("LS111", (numbers, *inputs.left_out_and_repeated))
 
-    # Some extra inputs belong to other steps of one process, or to none.
-    if inputs.all_are_known:
+    if inputs.all_are_of_some_step:
         text = "all are of other steps too"
     else:
-        text = f"{inputs.num_unknown} are not known from one process"
+        text = f"{inputs.num_of_no_step} are not known from one process"
 
     return Cause("LS111", (numbers, text, *describe_local_statistics(case)))
 

@@ -15,9 +15,10 @@ import numpy as np
 from lockstep.verify.cause import Cause, format_items, script_names
 from lockstep.verify.divergence import Divergence
 from lockstep.verify.line_findings import describe_writes
+from lockstep.verify.names import path_of
 from lockstep.verify.rules.draws import cause_if_loss_is_random, other_random_stream
 from lockstep.verify.rules.evidence import format_backward_passes, gradient_patterns
-from lockstep.verify.rules.model_inputs import format_differing_other_inputs
+from lockstep.verify.rules.model_inputs import format_differing_additional_inputs
 from lockstep.verify.sample_rows import match_forwards
 from lockstep.verify.tolerance import Array, largest_of_all
 from lockstep.verify.training_record import LARGEST, SIZE
@@ -112,7 +113,7 @@ def later_inputs_of_model(case: Divergence) -> Cause | None:
     for forward in match_forwards(case.expected, case.actual):
         differing_inputs = forward.differing_rows("other_inputs")  # a bool for each sample
         if forward.matched_rows("outputs") is None and differing_inputs.any():
-            return Cause("LS111", (format_differing_other_inputs(forward, differing_inputs),))
+            return Cause("LS111", (format_differing_additional_inputs(forward, differing_inputs),))
     return None
 
 
@@ -183,11 +184,7 @@ def _kept_tensors_that_differ(case: Divergence) -> list[str]:
         *_wrong_buffers(case),  # after the optimizer step
     ]
 
-    names_in_model = []
-    for name in names:
-        _model, _, name_in_model = name.partition("/")
-        names_in_model.append(name_in_model or name)
-
+    names_in_model = [path_of(name) or name for name in names]
     return list(dict.fromkeys(names_in_model))  # without duplicates
 
 
@@ -226,20 +223,20 @@ def _wrong_module_tensors(case: Divergence, field_name: str) -> list[str]:
         case: the difference.
         field_name: "module_tensors", or "module_tensors_before" the first forward pass.
     """
-    expected_tensors = case.expected.merged(field_name)
-    scale = largest_of_all(expected_tensors)
+    # A summary has three numbers: the sum of a tensor, its largest value and its size.
+    expected_summaries = case.expected.merged(field_name)
+    scale = largest_of_all(expected_summaries)
 
     wrong_names = []
-    for name, expected in expected_tensors.items():
-        # An array has three numbers: the sum of a tensor, its largest value and its size.
-        actual = _arrays_of_ranks(case, field_name, name)
-        each_rank_has_all = all(array[SIZE] == expected[SIZE] for array in actual)
+    for name, expected in expected_summaries.items():
+        summaries = _arrays_of_ranks(case, field_name, name)
+        each_rank_has_all = all(summary[SIZE] == expected[SIZE] for summary in summaries)
         if each_rank_has_all:
-            is_wrong = any(case.tolerance.differ(expected, array, scale) for array in actual)
+            is_wrong = any(case.tolerance.differ(expected, each, scale) for each in summaries)
         else:
             # Each rank has a part, and the ranks have different samples. So the same part on every
             # rank is wrong.
-            is_wrong = _are_equal_parts(expected, actual, case.num_ranks)
+            is_wrong = _are_equal_parts(expected, summaries, case.num_ranks)
 
         if is_wrong:
             wrong_names.append(name)
@@ -257,7 +254,7 @@ def _arrays_of_ranks(case: Divergence, field_name: str, name: str) -> list[Array
     return arrays
 
 
-def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -> bool:
+def _are_equal_parts(expected: Array, summaries: Sequence[Array], num_ranks: int) -> bool:
     """True if several of N ranks have 1/N of a tensor's values each, and all have the same values.
 
     For example, a cache has 8 values on one process, and the same 4 values on each of 2 ranks. The
@@ -267,13 +264,14 @@ def _are_equal_parts(expected: Array, arrays: Sequence[Array], num_ranks: int) -
     Args:
         expected: three numbers that stand for the tensor on one process: a sum, the largest
             absolute value (at index `LARGEST`), and the number of values (at index `SIZE`).
-        arrays: the same three numbers for each rank that has the tensor; other ranks are ignored.
+        summaries: the same three numbers for each rank that has the tensor; other ranks are
+            ignored.
         num_ranks: number of ranks.
     """
-    if len(arrays) < 2 or expected[SIZE] <= 0:
+    if len(summaries) < 2 or expected[SIZE] <= 0:
         return False
 
-    are_parts = all(array[SIZE] * num_ranks == expected[SIZE] for array in arrays)
-    are_equal = all(np.array_equal(array, arrays[0]) for array in arrays)
-    are_zero = all(array[LARGEST] == 0 for array in arrays)
+    are_parts = all(summary[SIZE] * num_ranks == expected[SIZE] for summary in summaries)
+    are_equal = all(np.array_equal(summary, summaries[0]) for summary in summaries)
+    are_zero = all(summary[LARGEST] == 0 for summary in summaries)
     return are_parts and are_equal and not are_zero

@@ -55,39 +55,49 @@ def other_learning_rates(case: Divergence) -> Cause:
         schedulers that follow a metric.
     Evidence: the rates, the numbers of scheduler steps, and the lines that set the rates.
     """
-    rates_of_processes = _format_rates(case)  # of one process and then of each rank
-    rates_of_ranks = rates_of_processes[1:]
-    scheduler_steps = _count_scheduler_steps(case)  # in the same order
+    # The lists have an item for one process, and then one for each rank.
+    rates = _format_rates(case)
+    scheduler_steps = _count_scheduler_steps(case)
+    rates_of_ranks = rates[1:]
     steps_of_one, *steps_of_ranks = scheduler_steps
 
-    # If the ranks have the same rates and scheduler steps, they are not listed rank by rank.
-    ranks_have_equal_rates = len(set(rates_of_ranks)) == 1
     ranks_have_equal_steps = len(set(steps_of_ranks)) == 1
-    ranks_agree = ranks_have_equal_rates and ranks_have_equal_steps
-
-    ratio = _ratio_of_first_rates(case)
-    some_scheduler_stepped = any(scheduler_steps)
-    differs_from_start = case.update_index == 0
-    if some_scheduler_stepped:
-        steps_by_process = _format_once_if_ranks_agree(scheduler_steps, ranks_agree=ranks_agree)
-        how = f"steps of the scheduler until then: {steps_by_process}"
-    elif differs_from_start and ranks_agree:
-        # The script has scaled the rates with the number of ranks: "2 times as high".
-        how = _format_rate_ratio(ratio, case.num_ranks)
-    else:
-        how = "no scheduler stepped"
-
     code = "LS402"
     if ranks_have_equal_steps and steps_of_ranks[0] != steps_of_one:
         code = "LS401"
 
+    # If the ranks have the same rates and scheduler steps, they are not listed rank by rank.
+    ranks_agree = ranks_have_equal_steps and len(set(rates_of_ranks)) == 1
     evidence = (
-        _format_once_if_ranks_agree(rates_of_processes, ranks_agree=ranks_agree),
-        how,
+        _format_once_if_ranks_agree(rates, ranks_agree=ranks_agree),
+        _describe_how_rates_were_set(case, scheduler_steps, ranks_agree=ranks_agree),
         *_lines_that_set_rates(case),
         *_describe_differing_metrics(case),
     )
-    return Cause(code, evidence, ratio=ratio)
+    return Cause(code, evidence, ratio=_ratio_of_first_rates(case))
+
+
+def _describe_how_rates_were_set(
+    case: Divergence, scheduler_steps: Sequence[int], *, ranks_agree: bool
+) -> str:
+    """Says how often schedulers stepped, or how the script has scaled the rates at the start.
+
+    Args:
+        case: the difference.
+        scheduler_steps: the number of scheduler steps on one process, and then on each rank.
+        ranks_agree: whether all ranks have the same rates and scheduler steps.
+    """
+    some_scheduler_stepped = any(scheduler_steps)
+    if some_scheduler_stepped:
+        steps_by_process = _format_once_if_ranks_agree(scheduler_steps, ranks_agree=ranks_agree)
+        return f"steps of the scheduler until then: {steps_by_process}"
+
+    differs_from_start = case.update_index == 0
+    if differs_from_start and ranks_agree:
+        # The script has scaled the rates with the number of ranks: "2 times as high".
+        return _format_rate_ratio(_ratio_of_first_rates(case), case.num_ranks)
+
+    return "no scheduler stepped"
 
 
 def _format_rates(case: Divergence) -> list[str]:
@@ -167,24 +177,22 @@ def _format_rate_ratio(ratio: float, num_ranks: int) -> str:
 
 def _lines_that_set_rates(case: Divergence) -> list[str]:
     """Names the first lines that set learning rates which are not the same on all processes."""
-    lines = []
-
     # Only the first lines are named. The ranks come first: they are more likely to have set a wrong
-    # rate than one process is.
+    # rate than one process is. And their rates are compared with one process before other ranks.
+    lines = []
     for record in (*case.actual, *case.expected):
-        # Lines whose rates differ from one process come before those that differ between ranks.
         for other_record in (*case.expected, *case.actual):
-            lines += _lines_of_other_rates(record, other_record)
+            lines += _lines_of_differing_rates(record, other_record)
 
     distinct_lines = list(dict.fromkeys(lines))
     first_lines = distinct_lines[:MAX_LINES_THAT_SET_RATES]
     return [f"it was set by {line}" for line in first_lines]
 
 
-def _lines_of_other_rates(process: RankUpdate, other_process: RankUpdate) -> list[str]:
-    """Returns the lines with which a process set rates that differ from those of another one.
+def _lines_of_differing_rates(process: RankUpdate, other_process: RankUpdate) -> list[str]:
+    """Returns the script's lines that set a rate on one process which another one does not have.
 
-    Rates whose line is not known are left out.
+    A line is such as "train.py:31: ...". Rates whose line is not known are left out.
     """
     # One tuple for each parameter group that both have.
     rates_and_lines = zip(
@@ -195,8 +203,7 @@ def _lines_of_other_rates(process: RankUpdate, other_process: RankUpdate) -> lis
     )
     lines = []
     for rate, other_rate, line in rates_and_lines:
-        line_is_known = bool(line)
-        if rate != other_rate and line_is_known:
+        if line and rate != other_rate:
             lines.append(line)
     return lines
 
@@ -253,17 +260,7 @@ def _optimizer_differences(case: Divergence) -> list[str]:
     Each sentence is about one option: "momentum of parameter group 1: 0.9 on one process, 0 on rank
     0 and rank 1".
     """
-    # All records to be compared, by their names for the sentences. One process has several records
-    # if it trains several replicas of the model.
-    record_by_name: dict[str, RankUpdate] = {}
-    names_of_reference = name_reference(num_replicas=len(case.expected))
-    for name, record in zip(names_of_reference, case.expected, strict=True):
-        record_by_name[name] = record
-    for name, record in zip(name_ranks(range(case.num_ranks)), case.actual, strict=True):
-        # Options are not known for ranks that have not stepped, as under `Join`.
-        if record.stepped:
-            record_by_name[name] = record
-
+    record_by_name = _records_with_options(case)
     records = list(record_by_name.values())
     names_of_records = list(record_by_name)
     sentences = []
@@ -280,6 +277,20 @@ def _optimizer_differences(case: Divergence) -> list[str]:
         return sentences
 
     return _state_difference(case)
+
+
+def _records_with_options(case: Divergence) -> dict[str, RankUpdate]:
+    """Returns the records in which the options of an optimizer are known, by their names in texts.
+
+    The names are such as "one process" and "rank 0". Options are not known for ranks that have not
+    stepped, as under `Join`.
+    """
+    names_of_reference = name_reference(num_replicas=len(case.expected))
+    record_by_name = dict(zip(names_of_reference, case.expected, strict=True))
+    for name, record in zip(name_ranks(range(case.num_ranks)), case.actual, strict=True):
+        if record.stepped:
+            record_by_name[name] = record
+    return record_by_name
 
 
 def _group_differences(
@@ -396,7 +407,8 @@ def parameters_changed_between_steps(case: Divergence) -> Cause:
     if not _last_step_is_recorded(case):
         return Cause("LS210", (text, *writes))
 
-    # Nothing differed earlier, so the last step left the parameters of one process.
+    # No earlier difference was found: after the last step the parameters were equal to those of one
+    # process.
     if not writes:
         writes = ["something changes them between the steps, or in a forward pass"]
 

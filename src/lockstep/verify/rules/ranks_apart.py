@@ -111,13 +111,11 @@ def parameters_of_unstepped_optimizer(case: Divergence) -> Cause | None:
         return None
 
     # A difference that was there before an earlier step has been reported for that step.
-    for earlier_index in range(case.update_index):
-        has_differed_before = bool(_names_differing_from_stepping_rank(case, earlier_index))
-        if has_differed_before:
-            return None
+    earlier_indices = range(case.update_index)
+    if any(_names_differing_from_stepping_rank(case, index) for index in earlier_indices):
+        return None
 
-    # The class of the optimizer is known from ranks that stepped with it before. Which ranks step
-    # in this update does not matter, as the parameters differ before it.
+    # The class of the optimizer is known from ranks that stepped with it before.
     names = set().union(*names_by_rank.values())
     earlier_updates = case.parallel_run[: case.update_index]
     classes = _classes_of_optimizers_with(names, earlier_updates)
@@ -145,17 +143,18 @@ def _classes_of_optimizers_with(names: Set[str], updates: Sequence[Update]) -> s
 def _names_differing_from_stepping_rank(
     case: Divergence, update_index: int
 ) -> dict[int, list[str]]:
-    """Finds parameters that have other values on a rank that never steps than on one that does.
+    """Finds parameters that differ between a rank that never steps and one that does.
 
-    A rank that never steps with an optimizer has recorded sums over the parameters of its own copy
-    of it (`unstepped_sums`). They are compared with those of the first rank that steps with it.
+    A rank that never steps with its own copy of an optimizer has recorded sums over the parameters
+    of this copy (`unstepped_sums`). They are compared with those of the first rank that steps with
+    the optimizer.
 
     Args:
         case: the difference.
         update_index: index of the update before which the parameters are compared.
 
     Returns:
-        For each rank that has not stepped, the names of the parameters that differ.
+        For each rank that never steps, the parameters that differ, such as `{1: ["fc.weight"]}`.
     """
     first_stepper_of_optimizer = _first_steppers(case.parallel_run[:update_index])
     update = case.parallel_run[update_index]

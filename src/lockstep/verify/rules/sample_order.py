@@ -74,7 +74,7 @@ def skipped_steps(case: Divergence) -> Cause | None:
     Evidence: the numbers of backward passes.
     """
     # There is one loss for each backward pass. One process has several records if it trains several
-    # replicas of the model.
+    # replicas of the model. The text names the number of the first one.
     passes_of_replicas = [len(replica.losses) for replica in case.expected]
     passes_by_rank = {}
     for rank, record in enumerate(case.actual):
@@ -119,16 +119,17 @@ def repeated_samples(case: Divergence) -> Cause | None:
         is reported for this too, and its entry in the catalogue mentions it.
     Evidence: which samples are repeated, or that every rank trained the same ones.
     """
-    repeated = _samples_trained_by_several_ranks_or_before(case)
+    repeated = _repeated_samples(case)
     if not repeated:
         return None
 
-    # The surplus is what the ranks trained more often in this step than one process did: the
-    # difference of two counters has only positive counts. If one process trains samples 1 and 2,
-    # and the ranks 1, 1 and 3, it is 1 and 3. If 3 was not trained before, it is new, and another
-    # rule applies.
+    # The samples that the ranks trained more often in this step than one process did. The
+    # difference of two counters has only positive counts: {1: 2, 3: 1} - {1: 1, 2: 1} is
+    # {1: 1, 3: 1}.
     expected, actual = _count_samples_of_this_step(case)
     surplus_samples = set(actual - expected)
+
+    # If some of these were never trained before, another rule applies.
     new_samples = surplus_samples - set(repeated)
     if new_samples:
         return None
@@ -148,7 +149,7 @@ def repeated_samples(case: Divergence) -> Cause | None:
     )
 
 
-def _samples_trained_by_several_ranks_or_before(case: Divergence) -> list[Sample]:
+def _repeated_samples(case: Divergence) -> list[Sample]:
     """Returns the samples that the ranks repeat in this step, although one process does not.
 
     For example, by how often a sample is trained in this step:
@@ -390,7 +391,7 @@ def _samples_in_first_pass(
 # Samples with the same index but other contents
 
 
-def _describe_other_contents(case: Divergence) -> str:
+def _describe_differing_contents(case: Divergence) -> str:
     """Says which samples have other contents under the same index."""
     indices = indices_with_other_contents(case.expected, case.actual)
     return (
@@ -416,19 +417,19 @@ def shuffled_datasets(case: Divergence) -> Cause | None:
             for batch in record.batches:
                 known_digests.update(batch.contents)
 
-    # It has at least one digest, because this rule is only tried if contents differ.
-    digests = _digests_of_other_contents(case)
+    # There is at least one digest, because this rule is only tried if contents differ.
+    digests = _digests_of_differing_contents(case)
     num_known = len([digest for digest in digests if digest in known_digests])
     is_less_than_half = num_known < len(digests) / 2
     if is_less_than_half:
         return None
 
     text = f"{num_known} of them stand under another index on one process"
-    return Cause("LS105", (_describe_other_contents(case), text))
+    return Cause("LS105", (_describe_differing_contents(case), text))
 
 
-def _digests_of_other_contents(case: Divergence) -> list[str]:
-    """Returns digests of the ranks' samples that one process has with other contents.
+def _digests_of_differing_contents(case: Divergence) -> list[str]:
+    """Returns digests of the ranks' samples whose contents differ from one process.
 
     Samples with the same index are compared.
     """
@@ -480,7 +481,7 @@ def other_dataset_on_some_ranks(case: Divergence) -> Cause | None:
         return None
 
     text = "rank 0 has the same content as one process, other ranks have not"
-    return Cause("LS104", (_describe_other_contents(case), text))
+    return Cause("LS104", (_describe_differing_contents(case), text))
 
 
 def random_contents(case: Divergence) -> Cause:
@@ -495,7 +496,7 @@ def random_contents(case: Divergence) -> Cause:
         dataset, on the clock, or on the rank.
     Evidence: which random streams were used.
     """
-    contents_text = _describe_other_contents(case)
+    contents_text = _describe_differing_contents(case)
     if any(batch.workers for record in case.actual for batch in record.batches):
         text = "worker processes read them, whose draws are not seen"
         return Cause("LS107", (contents_text, text))
@@ -511,7 +512,8 @@ def random_contents(case: Divergence) -> Cause:
         return Cause("LS107", (contents_text, text))
 
     # With equal digests, the streams of all ranks were in the same state.
-    streams = "; ".join(ranks_with_draws[0])  # the names of the streams
+    stream_names = list(ranks_with_draws[0])
+    streams = "; ".join(stream_names)
     digests_of_ranks = [list(draws.values()) for draws in draws_of_ranks]
     all_are_equal = all(digests == digests_of_ranks[0] for digests in digests_of_ranks)
     ranks_drew_the_same = all_are_equal and len(digests_of_ranks) > 1  # one alone proves nothing
