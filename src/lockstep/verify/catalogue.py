@@ -1,5 +1,7 @@
 """The catalogue of findings: known reasons why several processes compute different results.
 
+A few of them, such as LS409, concern one process too.
+
 An *entry* has a code, such as LS303, a title, a cause and a cure. Errors and warnings that belong
 to an entry contain its code. `lockstep explain CODE` prints the entry, and docs/findings.md lists
 all of them. The texts are in `catalogue.toml`.
@@ -34,8 +36,9 @@ MAX_WIDTH = 90  # width of a translated paragraph in a verdict, in columns
 _PAGE_HEAD = """\
 # Findings of lockstep verify: LS codes
 
-Reasons why several processes compute different results from one. Each has a code, which appears at
-the end of Lockstep's errors and warnings and in the verdicts of `lockstep verify`:
+Reasons why several processes compute different results from one; a few, such as LS113 and LS409,
+concern one process too. Each has a code, which appears at the end of Lockstep's errors and warnings
+and in the verdicts of `lockstep verify`:
 
 ```text
   more:  [LS303: lockstep explain LS303]
