@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import lockstep
 
@@ -362,9 +362,22 @@ def saves_weights_alone(run: FirstRun) -> None:
         run.train(batch, saves=True)
 
 
+def saves_the_best_without_and_the_latest_with_it(run: FirstRun) -> None:
+    run.make_checkpoint(loader=run.loaders[0])
+    best = run.world.checkpoint(
+        run.folder.with_name("best"), model=run.model, optimizer=run.optimizer
+    )
+    for _ in range(3):
+        for batch in run.loaders[0]:
+            run.train(batch)
+        best.save()
+        run.checkpoint.save()
+
+
 @pytest.mark.parametrize(
     "loop",
     [
+        saves_the_best_without_and_the_latest_with_it,
         evaluates_with_gradients,
         uses_one_up_before_the_first_save,
         begins_with_one_after_the_save,
@@ -392,13 +405,28 @@ def with_replacement() -> DataLoader[Any]:
     return DataLoader(data, batch_size=BATCH, sampler=sampler)
 
 
-@pytest.mark.parametrize("make", [in_one_batch, with_replacement])
-def test_neither_run_warns_of_a_loader_whose_position_does_not_matter(
-    tmp_path: Path, make: Callable[[], DataLoader[Any]]
-) -> None:
+def test_a_first_run_warns_of_samples_that_are_drawn_with_replacement(tmp_path: Path) -> None:
+    """The draws of epoch 0 would be made again."""
+    with lockstep.init(seed=0) as world:
+        run = FirstRun(tmp_path, world, with_replacement())
+        with pytest.warns(lockstep.errors.LockstepWarning, match="without loader 0"):
+            saves_in_the_epoch(run)
+
+
+def test_a_first_run_warns_although_an_epoch_has_a_single_batch(tmp_path: Path) -> None:
+    """It has other samples in each epoch."""
+    data = TensorDataset(torch.arange(8).double()[:, None])
+    with lockstep.init(seed=0) as world:
+        loader = DataLoader(data, batch_size=5, shuffle=True, drop_last=True)
+        run = FirstRun(tmp_path, world, loader)
+        with pytest.warns(lockstep.errors.LockstepWarning, match="without loader 0"):
+            saves_after_each_epoch(run)
+
+
+def test_neither_run_warns_of_a_loader_whose_position_does_not_matter(tmp_path: Path) -> None:
     for has_checkpoint in (False, True):
         with lockstep.init(seed=0) as world:
-            run = FirstRun(tmp_path, world, make())
+            run = FirstRun(tmp_path, world, in_one_batch())
             run.checkpoint = world.checkpoint(tmp_path, model=run.model, optimizer=run.optimizer)
             assert run.checkpoint.resume() == has_checkpoint
             for _ in range(3):
@@ -428,12 +456,23 @@ class SamplerWithState:
         self.position = state["position"]
 
 
-def test_neither_run_warns_of_a_loader_whose_sampler_is_saved(tmp_path: Path) -> None:
+def as_sampler(data: TensorDataset, sampler: SamplerWithState) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=BATCH, sampler=sampler)
+
+
+def inside_a_batch_sampler(data: TensorDataset, sampler: SamplerWithState) -> DataLoader[Any]:
+    return DataLoader(data, batch_sampler=BatchSampler(sampler, BATCH, drop_last=False))
+
+
+@pytest.mark.parametrize("make", [as_sampler, inside_a_batch_sampler])
+def test_neither_run_warns_of_a_loader_whose_sampler_is_saved(
+    tmp_path: Path, make: Callable[[TensorDataset, SamplerWithState], DataLoader[Any]]
+) -> None:
     for has_checkpoint in (False, True):
         with lockstep.init(seed=0) as world:
             sampler = SamplerWithState()
             data = TensorDataset(torch.arange(8).double()[:, None])
-            run = FirstRun(tmp_path, world, DataLoader(data, batch_size=BATCH, sampler=sampler))
+            run = FirstRun(tmp_path, world, make(data, sampler))
             run.checkpoint = world.checkpoint(
                 tmp_path, model=run.model, optimizer=run.optimizer, sampler=sampler
             )

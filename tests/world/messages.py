@@ -380,7 +380,7 @@ MESSAGES: dict[str, str] = {
     ),
     "schedule that ends early": (
         "SGD.step() with a learning rate of 0\n"
-        "  found: the learning rate of all parameter groups was above 0 up to step 12, and has been 0 in the 10 steps since, which change no parameter\n"
+        "  found: all parameter groups have had a learning rate of 0 in the 10 steps since step 12, the last one with another rate\n"
         "  do:    build the schedule for all optimizer steps of the training: the number of epochs * loader.steps, which is not divided by accumulation steps"
     ),
     "checkpoint.save() of one rank": (

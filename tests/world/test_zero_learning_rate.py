@@ -95,7 +95,7 @@ def test_a_schedule_divided_by_accumulation_steps_is_told_once_with_the_line() -
 
 def test_a_schedule_that_ends_with_an_epoch_is_told_too() -> None:
     ((text, _),) = warnings_of(lambda world: train(world, sgd(), linear_decay(2 * BATCHES)))
-    assert "up to step 16" in text
+    assert "since step 16" in text
 
 
 def test_a_rate_that_is_a_tensor_on_the_cpu_is_read() -> None:
@@ -150,6 +150,28 @@ def test_a_whole_epoch_at_0_is_not_told_if_the_rate_rises_again(t_max: int) -> N
 
     def use(world: lockstep.World) -> None:
         train(world, sgd(), lambda each: CosineAnnealingLR(each, t_max), steps_per_epoch=True)
+
+    assert warnings_of(use) == []
+
+
+def test_two_optimizers_that_are_at_0_for_an_epoch_are_not_told() -> None:
+    """Both cosines step once in an epoch, and rise again. Both optimizers make each step."""
+
+    def use(world: lockstep.World) -> None:
+        models = [mlp(), mlp()]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        schedulers = [CosineAnnealingLR(optimizer, 2) for optimizer in optimizers]
+        first, second, *optimizers = world.prepare(*models, *optimizers)
+        loader = world.loader(tensors(8 * 20), 8)
+        for _ in range(4):
+            for x, y in loader:
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                world.backward(F.cross_entropy(first(x) + second(x), y))
+                for optimizer in optimizers:
+                    optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
 
     assert warnings_of(use) == []
 

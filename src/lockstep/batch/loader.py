@@ -264,11 +264,12 @@ class Loader:
     def position_matters(self) -> bool:
         """True if a run that begins anew trains on other samples than one that goes on.
 
-        That is not so if each global batch has the whole dataset, or if samples are drawn with
-        replacement.
+        That is not so if each global batch has the whole dataset. A sampler of the user's may
+        choose others in each epoch, also if an epoch has a single batch.
         """
-        draws_with_replacement = getattr(self.source.sampler, "replacement", False)
-        return self.steps != 1 and not draws_with_replacement
+        if self.source.custom_order or self.steps != 1:
+            return True
+        return self.batch_size < self.source.length
 
     @property
     def mid_epoch(self) -> bool:

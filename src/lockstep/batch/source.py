@@ -106,10 +106,14 @@ class Source:
         return self.sampler is not None or self.batch_sampler is not None
 
     @property
+    def samplers(self) -> list[object]:
+        """The user's batch sampler and sampler, each of which may be None, and those they wrap."""
+        return _with_inner_samplers(self.batch_sampler, self.sampler)
+
+    @property
     def follows_set_epoch(self) -> bool:
         """True if the user's sampler, or one inside of it, is told the epoch by `set_epoch`."""
-        samplers = _with_inner_samplers(self.batch_sampler, self.sampler)
-        return any(hasattr(sampler, "set_epoch") for sampler in samplers)
+        return any(hasattr(sampler, "set_epoch") for sampler in self.samplers)
 
     @property
     def sharding(self) -> str | None:
@@ -174,7 +178,7 @@ class Source:
         it was asked.
         """
         source = self._with_copied_samplers()
-        samplers = _with_inner_samplers(source.batch_sampler, source.sampler)
+        samplers = source.samplers
         if not self._can_be_asked(samplers):
             return None
 
@@ -192,7 +196,7 @@ class Source:
         - An attribute that cannot be compared, for example a running generator, may be one that a
           copy shares with the original.
         """
-        originals = _with_inner_samplers(self.batch_sampler, self.sampler)
+        originals = self.samplers
         for sampler in copies:
             is_original = any(sampler is original for original in originals)
             has_attributes = bool(_attributes(sampler))

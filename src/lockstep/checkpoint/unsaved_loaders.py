@@ -23,8 +23,8 @@ def loaders_that_need_state(
 ) -> dict[int, Loader]:
     """Returns the loaders that cannot go on in a resumed run without a state, by their numbers.
 
-    Left out are those whose position does not matter, and those whose dataset or sampler is saved
-    as an object with a state of its own.
+    Left out are those whose position does not matter, and those with a sampler, or a stream, that
+    is saved as an object with a state of its own.
 
     Args:
         loaders: all prepared loaders of the run, in the order of their numbers in the summary.
@@ -32,9 +32,12 @@ def loaders_that_need_state(
     """
     found = {}
     for number, loader in enumerate(loaders):
-        parts = (loader.dataset, loader.source.sampler, loader.source.batch_sampler)
-        part_is_saved = any(id(part) in saved_ids for part in parts)
-        if loader.position_matters and not part_is_saved:
+        parts_with_position = loader.source.samplers
+        is_stream = loader.source.sharding is not None
+        if is_stream:
+            parts_with_position.append(loader.dataset)
+        position_is_saved = any(id(part) in saved_ids for part in parts_with_position)
+        if loader.position_matters and not position_is_saved:
             found[number] = loader
     return found
 
@@ -109,16 +112,17 @@ class WarningAfterSave(Extension):
         if self._has_warned:
             return
         for number, loader in loaders_that_need_state(self._loaders, self._saved_ids).items():
-            script_makes_it_go_on = loader.is_saved or loader.epoch_was_set
-            if loader.was_trained_on and not script_makes_it_go_on:
+            if loader.was_trained_on:
                 self._batch_before_save[number] = loader.batch_with_step
 
     def step_finished(self, number: int) -> None:
         """Warns of each of these loaders with which the training goes on."""
         goes_on = []
         for loader_number, batch_before_save in self._batch_before_save.items():
-            batch = self._loaders[loader_number].batch_in_training
-            if batch is not None and batch != batch_before_save:
+            loader = self._loaders[loader_number]
+            is_made_to_go_on = loader.is_saved or loader.epoch_was_set
+            batch = loader.batch_in_training
+            if not is_made_to_go_on and batch is not None and batch != batch_before_save:
                 goes_on.append(loader_number)
         if not goes_on:
             return

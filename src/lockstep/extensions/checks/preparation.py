@@ -118,7 +118,9 @@ class PreparationCheck(Check):
 
         model.note_backward()
         if model.num_backwards >= BACKWARDS_BEFORE_COMPARISON:
-            if self._sends_last_and_differs(model):  # after that, the line is not watched any more
+            if self._send_and_compare_checksums(
+                model
+            ):  # after that, the line is not watched any more
                 self._warn_of_model(model)
 
     def _unprepared_parameters(self, loss: Tensor) -> list[nn.Parameter] | None:
@@ -209,7 +211,7 @@ class PreparationCheck(Check):
                 return True
         return False
 
-    def _sends_last_and_differs(self, model: UnpreparedModel) -> bool:
+    def _send_and_compare_checksums(self, model: UnpreparedModel) -> bool:
         """Writes the checksums of a model to the store of the run. Later calls do nothing.
 
         The last rank that does so compares the checksums of all ranks.
@@ -324,7 +326,7 @@ class PreparationCheck(Check):
         models_that_came_apart = []
         with store_at_end(self.run.joined):  # if the store is gone, the block ends early
             for model in self._unprepared_models.values():
-                if self._sends_last_and_differs(model):
+                if self._send_and_compare_checksums(model):
                     models_that_came_apart.append(model)
 
         # Outside of the block, which suppresses errors.

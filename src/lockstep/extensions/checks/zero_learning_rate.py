@@ -54,7 +54,7 @@ class ZeroLearningRateCheck(Check):
         if self._has_warned:
             return
 
-        present_step = self.run.step.number + 1  # `number` counts the steps that are finished
+        present_step = self._present_step()
         if not _all_rates_are_zero(optimizer):
             self._latest_step_with_rate = present_step
             return
@@ -70,6 +70,12 @@ class ZeroLearningRateCheck(Check):
             self._has_warned = True
             self._warn(type(optimizer).__name__, num_steps_at_zero)
 
+    def _present_step(self) -> int:
+        """Returns the number of the present step, from 1, which all optimizers make together."""
+        step = self.run.step
+        another_optimizer_made_it = step.in_training_loop and step.training_pass.stepped
+        return step.number if another_optimizer_made_it else step.number + 1
+
     def _is_within_epoch(self) -> bool:
         """Returns True if the present step is certainly not the first one of an epoch."""
         step = self.run.step
@@ -84,9 +90,8 @@ class ZeroLearningRateCheck(Check):
         """
         warn(
             f"{name}.step() with a learning rate of 0",
-            f"the learning rate of all parameter groups was above 0 up to step "
-            f"{self._latest_step_with_rate}, and has been 0 in the {num_steps} steps since, which "
-            "change no parameter",
+            f"all parameter groups have had a learning rate of 0 in the {num_steps} steps since "
+            f"step {self._latest_step_with_rate}, the last one with another rate",
             "build the schedule for all optimizer steps of the training: the number of epochs * "
             "loader.steps, which is not divided by accumulation steps",
         )

@@ -780,7 +780,6 @@ def _check_samples(
 ) -> None:
     """Adds samples of an epoch that were trained more than once or left out to the report.
 
-
     Args:
         loader: the description of the loader.
         batches: the global batches of the epoch that were trained, ordered by step.
