@@ -277,6 +277,11 @@ def translated_value(field: str, value: str) -> str:
     return translate(value)
 
 
+def test_a_noun_of_one_word_is_translated() -> None:
+    translated = chinese_catalogue().translate("that is by their samples: 8, 4")
+    assert translated == "即按它们的样本数：8, 4"
+
+
 def test_what_was_made_from_a_template_is_recognized() -> None:
     catalogue = chinese_catalogue()
     for entry in ENTRIES:
@@ -777,9 +782,7 @@ def check_that_values_keep_their_places(entry: Entry, values: dict[str, str]) ->
         return
     if "" in values.values():
         return
-    # A message may go on where another ends: "state 7 (idle)" is made from "state {state}" or from
-    # "state {state} ({meanings})".
-    if any(fits_longer_message(text, entry, other) for other in TEMPLATES):
+    if any(may_be_made_from(other, text, entry) for other in TEMPLATES):
         return
     # A text that ends as a shortened list does may be that list as a whole, "{text} and 7 more".
     if re.search(r" and \d+ more\Z", text):
@@ -802,11 +805,19 @@ def check_that_values_keep_their_places(entry: Entry, values: dict[str, str]) ->
     assert without_spaces(translated) in possible, (entry.message, values)
 
 
-def fits_longer_message(text: str, entry: Entry, other: Entry) -> bool:
-    """True if the text may also be made from another message that begins as its own does."""
+def may_be_made_from(other: Entry, text: str, entry: Entry) -> bool:
+    """True if a text of one message may also be made from another one.
+
+    - A message may go on where another ends: "state 7 (idle)" is made from "state {state}" or from
+      "state {state} ({meanings})".
+    - A message may begin with a value that is the beginning of another: "no file: a.txt, for each
+      other" is made from "{names}, for each other" or from "no file: {name}".
+    """
     own_beginning, *own_rest = re.split(r"\{\w+\}", entry.message)
     beginning, *rest = re.split(r"\{\w+\}", other.message)
-    if beginning != own_beginning or not beginning or len(rest) <= len(own_rest):
+    goes_on = beginning == own_beginning and len(rest) > len(own_rest)
+    begins_as_value = own_beginning == ""
+    if not beginning or not (goes_on or begins_as_value):
         return False
     return re.fullmatch(".+".join(map(re.escape, [beginning, *rest])), text) is not None
 

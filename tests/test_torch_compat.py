@@ -538,6 +538,22 @@ def test_collectives_are_counted(tmp_path, monkeypatch):
     assert not torch_compat.has_not_communicated([])
 
 
+def test_whether_init_process_group_is_running_is_seen(monkeypatch):
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    monkeypatch.setattr(rendezvous, "_create_c10d_store", rendezvous._create_c10d_store)
+    is_running = []
+
+    def create(original, *given):
+        is_running.append(torch_compat.is_in_init_process_group())
+        return original(*given)
+
+    torch_compat.replace_store_creation(create)
+    next(rendezvous.rendezvous("tcp://127.0.0.1:0", rank=0, world_size=1))
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    dist.destroy_process_group()
+    assert is_running == [False, True]
+
+
 def test_another_function_creates_the_store(monkeypatch):
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     original = rendezvous._create_c10d_store

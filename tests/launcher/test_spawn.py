@@ -95,7 +95,7 @@ def seen(*names: str) -> list[str | None]:
     return [os.environ.get(name) for name in names]
 
 
-@pytest.mark.parametrize("how", ["fresh", "copies"])
+@pytest.mark.parametrize("how", [pytest.param("fresh", marks=pytest.mark.thorough), "copies"])
 @in_clean_process
 def test_processes_get_variables_of_their_own(how: str) -> None:
     names = ("GREETING", "OMP_NUM_THREADS", "PATH")

@@ -292,7 +292,9 @@ def test_the_line_that_spawned_a_rank_which_is_killed_is_named(tmp_path: Path) -
 
 IN_EACH_RANK = """
 import os, sys, tempfile, torch.distributed as dist, torch.multiprocessing as mp
+from lockstep.run.watch import meeting
 
+meeting.SERVED_WITHIN_S = 0.5
 tempfile.tempdir = os.getcwd()  # torch leaves the files with the errors of processes there
 
 def work(number, size, url):
@@ -323,9 +325,7 @@ if __name__ == "__main__":
     ],
     ids=["address", "mp.spawn", "rank", "address of ranks"],
 )
-def test_ranks_that_cannot_meet_are_told_at_once(
-    tmp_path: Path, method: str, url: str, found: str
-) -> None:
+def test_ranks_that_cannot_meet_are_told(tmp_path: Path, method: str, url: str, found: str) -> None:
     """Torch would wait for its timeout: nobody serves a store, or two processes are one rank."""
     folder = folder_with(tmp_path / "ours", IN_EACH_RANK)
     with socket.socket() as reserving:  # nothing listens at the port
@@ -344,9 +344,60 @@ def test_the_only_rank_of_a_machine_may_start_processes(monkeypatch: pytest.Monk
     with socket.socket() as reserving:  # nothing listens at the port
         reserving.bind(("127.0.0.1", 0))
         port = reserving.getsockname()[1]
+        monkeypatch.setattr(meeting, "SERVED_WITHIN_S", 0.0)
         with pytest.raises(SettingError) as raised:
-            meeting._create_checked_store(os.getppid(), pytest.fail, "127.0.0.1", port, 0)
-    assert raised.value.do.startswith("leave the address out")
+            meeting._create_checked_store(os.getppid(), pytest.fail, "127.0.0.1", port, 0, 2)
+    assert raised.value.do.startswith("leave init_method out")
+
+
+MEET_IN_THEIR_OWN_WAY = """
+import os, socket, torch.distributed as dist, torch.multiprocessing as mp
+
+RANK = int(os.environ["RANK"])
+
+def meets_nobody(number):
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    dist.destroy_process_group()
+
+def has_a_prefix_for_its_group(number):
+    store, *_ = next(dist.rendezvous("env://", rank=number, world_size=2))
+    own_store = dist.PrefixStore(f"group of {RANK}", store)
+    dist.init_process_group("gloo", store=own_store, rank=number, world_size=2)
+    dist.barrier()
+    dist.destroy_process_group()
+
+def meets_at_a_store_of_rank_1(url):
+    dist.init_process_group("gloo", init_method=url, rank=RANK, world_size=2)
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.start_processes(meets_nobody, nprocs=1, start_method="fork")
+    mp.start_processes(has_a_prefix_for_its_group, nprocs=2, start_method="fork")
+
+    # Rank 1 reserves a port, and serves it once rank 0 is there: it has connected in vain by then.
+    launchers_store, *_ = next(dist.rendezvous("env://"))
+    if RANK == 1:
+        with socket.socket() as reserving:
+            reserving.bind(("127.0.0.1", 0))
+            port = reserving.getsockname()[1]
+            launchers_store.set("port", str(port))
+            launchers_store.wait(["rank 0 was refused"])
+        server = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
+    else:
+        port = int(launchers_store.get("port"))
+        try:
+            socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            launchers_store.set("rank 0 was refused", "")
+    meets_at_a_store_of_rank_1(f"tcp://127.0.0.1:{port}")
+"""
+
+
+def test_programs_that_meet_in_their_own_way_are_left_alone(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "ours", MEET_IN_THEIR_OWN_WAY)
+    ran = launch(["run", "--nproc", "2", "train.py"], folder)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_processes_of_several_ranks_meet_at_the_launchers_store(tmp_path: Path) -> None:

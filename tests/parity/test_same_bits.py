@@ -566,7 +566,7 @@ def test_gradients_of_complex_weights_are_found_in_their_bucket() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("refuses", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_signs_of_zeros_do_not_depend_on_the_processes(refuses: bool) -> None:
     """Also where a virtual rank has no rows: its zeros are positive, wherever they are added."""
     (alone,) = run_ranks(signs_of_gradients, 1, refuses)

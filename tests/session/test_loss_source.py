@@ -94,6 +94,20 @@ def test_batches_of_an_ended_pass_count_while_the_loop_around_it_goes_on():
     assert all(each.is_referenced for each in kept)
 
 
+def test_a_pass_that_ends_again_keeps_each_of_its_batches_once():
+    """`zip(itertools.cycle(one), other)` trains on a batch of `one` again after its pass has ended,
+    which ends the pass once more."""
+    step = Step()
+    cycled, other = Loop(step), Loop(step)
+    kept = [cycled.fetch(), cycled.fetch()]
+    fetched = [other.fetch()]
+    cycled.end()
+    for delivery in kept * 3:
+        cycled.train(delivery)
+        fetched.append(other.fetch())
+    assert step._loss_source._kept == kept
+
+
 def test_a_global_batch_begins_with_the_micro_batch_that_the_loop_has_skipped():
     step = Step()
     loop = Loop(step)

@@ -254,7 +254,7 @@ def on_two_machines(options: DiLoCo) -> tuple[dict[str, Tensor], int, int]:
     "options",
     [
         pytest.param(DiLoCo(replicas=4, every=4, fragments=2, delay=2), marks=pytest.mark.thorough),
-        DiLoCo(replicas=2, every=4, fragments=2, delay=2),
+        pytest.param(DiLoCo(replicas=2, every=4, fragments=2, delay=2), marks=pytest.mark.thorough),
         pytest.param(DiLoCo(replicas=2, every=4, compress="bf16"), marks=pytest.mark.thorough),
         DiLoCo(replicas=2, every=4, compress="int8"),
     ],
@@ -313,7 +313,14 @@ def test_so_do_two_optimizers_and_every_kind_of_loader(kind: str) -> None:
         assert [*seen, other] == pytest.approx([*losses, evaluated], rel=1e-9)
 
 
-@pytest.mark.parametrize(("method", "bound"), [("bf16", 1e-2), ("int8", 1e-2), ("int4", 0.2)])
+@pytest.mark.parametrize(
+    ("method", "bound"),
+    [
+        pytest.param("bf16", 1e-2, marks=pytest.mark.thorough),
+        pytest.param("int8", 1e-2, marks=pytest.mark.thorough),
+        ("int4", 0.2),
+    ],
+)
 def test_compressed_differences_are_those_of_replicas_too(method: Any, bound: float) -> None:
     options = DiLoCo(replicas=3, every=2, fragments=2, delay=1, compress=method)
     exact, _ = train(replace(options, compress=None))
@@ -334,7 +341,7 @@ RESUMED = DiLoCo(replicas=4, every=4, fragments=2, delay=1)
     [
         pytest.param(RESUMED, marks=pytest.mark.thorough),
         replace(RESUMED, compress="int4"),
-        replace(RESUMED, every=3, start=4),
+        pytest.param(replace(RESUMED, every=3, start=4), marks=pytest.mark.thorough),
     ],
     ids=str,
 )

@@ -106,6 +106,8 @@ THREE = (
     "upcast_logits",
 )  # fmt: skip
 """Judged on three processes, which do not divide the batches."""
+FEW_RIGHT = {*THREE, "accumulation", "two_optimizers"}
+"""Tried each time: those on three processes, and two kinds that these do not have."""
 
 
 def verify(source: str, folder: Path, *, nproc: int = 2, command: bool = False) -> dict[str, Any]:
@@ -166,7 +168,10 @@ def test_the_repaired_script_is_equal(planted: Planted, tmp_path: Path) -> None:
     assert verdict["verdict"] == "EQUAL", verdict["findings"]
 
 
-@pytest.mark.parametrize("name", RIGHT)
+EACH_RIGHT = [pytest.param(name, marks=() if name in FEW_RIGHT else THOROUGH) for name in RIGHT]
+
+
+@pytest.mark.parametrize("name", EACH_RIGHT)
 def test_a_right_script_is_equal(name: str, tmp_path: Path) -> None:
     script = GALLERY / "right" / f"{name}.py"
     verdict = verify(script.read_text(), tmp_path, nproc=3 if name in THREE else 2)

@@ -193,6 +193,22 @@ def test_a_layer_of_virtual_ranks_on_one_process_may_be_unfrozen():
     assert said(lambda w: train(w, unfreeze_first, frozen()), virtual_ranks=4) == ["warning LS303"]
 
 
+def test_the_warning_of_an_unfrozen_layer_hides_no_later_change():
+    def change(world: lockstep.World) -> None:
+        model = frozen()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        prepared, optimizer = world.prepare(model, optimizer)
+        loader = world.loader(tensors(16), 8)
+        for change_model in (unfreeze, assign):
+            change_model(model)
+            for x, y in loader:
+                world.backward(nn.functional.cross_entropy(prepared(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert said(change, virtual_ranks=4) == ["warning LS303", "UsageError LS303"]
+
+
 @pytest.mark.parametrize("name", UNCHANGED)
 def test_an_unchanged_model_is_not_warned_of(name):
     assert said(UNCHANGED[name]) == []

@@ -156,7 +156,8 @@ class LossSource:
         if another_pass_is_open:
             # A loop over `zip(itertools.cycle(one), other)` trains on the batches of `one` again,
             # after its pass has ended, until the pass over `other` ends.
-            self._kept = still_referenced([*self._kept, *trainable])
+            each_once = dict.fromkeys([*self._kept, *trainable])  # the pass may end several times
+            self._kept = still_referenced(each_once)
         else:
             self._kept = trainable
         return trainable

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lockstep.batch.plan import part_sizes, virtual_rank_bounds
 from lockstep.batch.shares import initial_shares
+from lockstep.checkpoint.modules import plain_name_function
 from lockstep.communication.shared_memory import do_nothing
 from lockstep.communication.summation_tree import push
 from lockstep.communication.tree_sum import TreeSums
@@ -510,8 +511,9 @@ class GradientsOnOneProcess(VirtualRankGradients):
     def __init__(self, module: nn.Module, tree: VirtualRankTree, step: Step) -> None:
         super().__init__(list(module.parameters()), tree, step)
         self._kinds_in_prepare: list[_ParameterKind] = []
+        to_plain_name = plain_name_function(module)  # "_orig_mod.fc.weight" -> "fc.weight"
         for name, parameter in module.named_parameters():
-            kind = _ParameterKind(name, parameter.dtype, parameter.device)
+            kind = _ParameterKind(to_plain_name(name), parameter.dtype, parameter.device)
             self._kinds_in_prepare.append(kind)
 
     def begin(self, micro_batch: MicroBatch) -> None:

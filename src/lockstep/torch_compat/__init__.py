@@ -75,6 +75,7 @@ from lockstep.torch_compat.gpus import (
 )
 from lockstep.torch_compat.launch import (
     bound_to_processors as bound_to_processors,
+    is_in_init_process_group as is_in_init_process_group,
     number_among_spawned as number_among_spawned,
     skip_exit_barrier as skip_exit_barrier,
 )

@@ -93,3 +93,14 @@ def number_among_spawned() -> int | None:
             return number
         frame = frame.f_back
     return None
+
+
+def is_in_init_process_group() -> bool:
+    """Returns True if torch's `init_process_group` is running in this thread."""
+    file = sys.modules["torch.distributed.distributed_c10d"].__file__
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "init_process_group" and frame.f_code.co_filename == file:
+            return True
+        frame = frame.f_back
+    return False

@@ -117,7 +117,7 @@ class ParameterCheck(Check):
             UsageError: if a parameter has changed, and its gradient is not averaged over processes
                 or virtual ranks.
         """
-        if self._has_warned:
+        if self._has_warned and not self._has_virtual_ranks:
             return
 
         if not self._must_look_at_all() and not self._samples_have_changed(modules):
@@ -134,6 +134,8 @@ class ParameterCheck(Check):
         if self._has_several_processes or (self._has_virtual_ranks and some_harm_virtual_ranks):
             raise not_averaged_error(texts)
 
+        if self._has_warned:  # of an unfrozen parameter, which virtual ranks sum rightly
+            return
         self._has_warned = True
         effect = "with several processes their gradients would not be averaged"
         warn_about(changed_parameters_error(f"{join_first(texts)}; {effect}"))

@@ -67,9 +67,9 @@ _BY_TEXT = {
     ),
     # Ranks that the launcher starts have these variables.
     r"environment variable (?:MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE) expected, but not set": (
-        "the script starts its processes itself, so it sets MASTER_ADDR and MASTER_PORT, and gives "
-        "each its rank and world_size; or call the function without torch.multiprocessing.spawn, "
-        "and start the script with lockstep run --nproc N"
+        "a process that the script starts itself needs MASTER_ADDR and MASTER_PORT, and its rank "
+        "and world_size; or call the function without torch.multiprocessing.spawn, and start the "
+        "script with lockstep run --nproc N"
     ),
     r"Cannot re-initialize CUDA in forked subprocess": (
         "touch CUDA only in the ranks' own code, not in a Dataset, or start the DataLoader's "

@@ -1,4 +1,4 @@
-"""Tells at once why processes will not meet, where torch would let them wait for its timeout.
+"""Tells soon why processes will not meet, where torch would let them wait for its timeout.
 
 The launcher serves the store at which its ranks meet, at MASTER_ADDR and MASTER_PORT, and says so
 by TORCHELASTIC_USE_AGENT_STORE. Processes that the script starts in a rank, by `mp.spawn` for
@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,14 @@ from typing import Any
 
 from lockstep import torch_compat
 from lockstep.errors import SettingError
+from lockstep.machine.network import wait_until
 from lockstep.run.watch.evidence import FOLDER_VARIABLE
 from lockstep.run.watch.script_processes import replace_start_processes
 
 CONNECT_TIMEOUT_S = 2.0
+SERVED_WITHIN_S = 20.0
+"""How long a rank waits for a store that the script may serve itself, in a process that begins a
+little later."""
 ADVICE_ON_TWO_LAUNCHERS = (
     "let one of them start the processes: call the function without torch.multiprocessing.spawn, "
     "or start the script with --nproc-per-node 1"
@@ -64,7 +69,13 @@ def _run_checked(rank_pid: int, program: Callable[..., object], index: int, *arg
 
 
 def _create_checked_store(
-    rank_pid: int, original_create_store: Any, host: str, port: int, rank: int, *more: Any
+    rank_pid: int,
+    original_create_store: Any,
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    *more: Any,
 ) -> Any:
     """Creates the store of `init_process_group`.
 
@@ -74,6 +85,7 @@ def _create_checked_store(
         host: the host at which the store is served.
         port: its port.
         rank: the rank that this process will have.
+        world_size: the number of processes that will meet.
         more: the other arguments of torch's function.
 
     Raises:
@@ -82,29 +94,41 @@ def _create_checked_store(
     """
     launcher_serves_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not launcher_serves_store:
-        return original_create_store(host, port, rank, *more)
+        return original_create_store(host, port, rank, world_size, *more)
 
     is_started_by_script = os.getpid() != rank_pid
     if rank == 0:  # torch lets rank 0 serve the store where there is no launcher
         _check_is_served(host, port, is_started_by_script=is_started_by_script)
-    store = original_create_store(host, port, rank, *more)
-    if is_started_by_script:
+    store = original_create_store(host, port, rank, world_size, *more)
+
+    # A process alone meets no other one. A script that opens the store by `rendezvous` may give
+    # each of several groups a prefix of its own in it, and so have several processes of one rank.
+    is_alone = world_size == 1
+    if is_started_by_script and not is_alone and torch_compat.is_in_init_process_group():
         _claim_rank(store, rank)
     return store
 
 
 def _check_is_served(host: str, port: int, *, is_started_by_script: bool) -> None:
-    """Checks that something listens at the address of the store."""
+    """Waits until something listens at the address of the store; raises SettingError if not."""
     launchers_address = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
     if (host, str(port)) == launchers_address:
         return
 
+    deadline = time.monotonic() + SERVED_WITHIN_S
+    if not wait_until(lambda: _may_be_served(host, port), deadline):
+        raise _not_served_error(host, port, is_started_by_script=is_started_by_script)
+
+
+def _may_be_served(host: str, port: int) -> bool:
+    """Returns False if it is certain that nothing listens at an address now."""
     try:
         socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
     except ConnectionRefusedError:
-        raise _not_served_error(host, port, is_started_by_script=is_started_by_script) from None
+        return False
     except OSError:  # torch says what is wrong
-        return
+        return True
+    return True
 
 
 def _not_served_error(host: str, port: int, *, is_started_by_script: bool) -> SettingError:
@@ -120,7 +144,8 @@ def _not_served_error(host: str, port: int, *, is_started_by_script: bool) -> Se
     return SettingError(
         was_set,
         "nobody serves a store there, as lockstep run serves the store of its ranks elsewhere",
-        "leave the address out: init_process_group() finds that store by the environment variables",
+        "leave init_method out, and keep rank and world_size if they are given: the store is then "
+        "found by the environment variables",
     )
 
 

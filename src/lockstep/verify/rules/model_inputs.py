@@ -148,10 +148,11 @@ def repeated_inputs(case: Divergence) -> Cause | None:
 
 
 def ranks_train_other_rows(update: Update) -> bool:
-    """True if the loss of each rank depends on other rows of the models' outputs.
+    """True if each rank's loss depends on rows of the models' outputs that no other rank's does.
 
     The ranks then rightly compute the same inputs. For example, all of them compute all nodes of a
-    graph, as each node depends on its neighbours, and each rank has the loss of its own nodes.
+    graph, as each node depends on its neighbours, and each rank has the loss of its own nodes. It
+    is False if the loss of some rank depends on no row.
     """
     if len(update) < 2:
         return False
