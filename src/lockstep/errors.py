@@ -396,9 +396,9 @@ on_warning: list[Callable[[str], None]] = []
 
 def warn(
     was_set: str,
+    *,
     found: str,
     do: str,
-    *,
     code: str | None = None,
     at: Location | None = None,
     on_this_rank: bool = False,
@@ -433,7 +433,7 @@ def warn(
 def warn_about(error: LockstepError) -> None:
     """Issues a warning with the text of an error, which must have a code."""
     assert error.code is not None
-    warn(error.was_set, error.found, error.do, code=error.code)
+    warn(error.was_set, found=error.found, do=error.do, code=error.code)
 
 
 def add_note_once(error: BaseException, subject: str, note: str) -> None:

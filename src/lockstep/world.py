@@ -627,9 +627,9 @@ class World:
             if optimizer_is_saved and not scheduler_is_saved:
                 warn(
                     f"world.checkpoint({str(folder)!r}, ...) without a scheduler",
-                    f"the optimizer is saved, and the {type(scheduler.inner).__name__} that was "
-                    "prepared with it is not: a resumed run would begin its schedule anew",
-                    "name it too: world.checkpoint(..., scheduler=scheduler)",
+                    found=f"the optimizer is saved, and the {type(scheduler.inner).__name__} that "
+                    "was prepared with it is not: a resumed run would begin its schedule anew",
+                    do="name it too: world.checkpoint(..., scheduler=scheduler)",
                 )
 
     def state_dict(self) -> dict[str, Any]:

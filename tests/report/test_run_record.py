@@ -388,7 +388,7 @@ def test_warnings_are_in_it(tmp_path: Path) -> None:
     from lockstep import errors
 
     with lockstep.init(report=tmp_path), pytest.warns(LockstepWarning):
-        errors.warn("x=1", "it is <b>odd</b>", "choose another")
+        errors.warn("x=1", found="it is <b>odd</b>", do="choose another")
     assert errors.on_warning == []
     (warning,) = Record(tmp_path).starts[0].main.warnings
     assert "it is <b>odd</b>" in warning["warning"]

@@ -343,8 +343,8 @@ class Coverage:
 
         warn(
             "a sampler of your own",
-            f"epoch {epoch} has the same order of samples as epoch {epoch - 1}",
-            "let it draw from torch.randperm or from a generator that it keeps, or tell it the "
+            found=f"epoch {epoch} has the same order of samples as epoch {epoch - 1}",
+            do="let it draw from torch.randperm or from a generator that it keeps, or tell it the "
             "epoch (set_epoch); shuffle=True of the DataLoader needs no sampler",
             code="LS103",
         )

@@ -198,10 +198,10 @@ def bring_sampler_to_epoch(source: Source, seed: int, epoch: int, crc_before: in
     sampler = source.sampler if source.batch_sampler is None else source.batch_sampler
     warn(
         f"resuming with the order of {describe_type(sampler)}",
-        f"it gives epoch {epoch} another order than before the interruption, so the order depends "
-        "on something that is not in the checkpoint; later epochs may have other samples, or "
-        "another order, than in an uninterrupted run",
-        "let the order depend on the epoch (set_epoch), or on what is seeded for each epoch: "
+        found=f"it gives epoch {epoch} another order than before the interruption, so the order "
+        "depends on something that is not in the checkpoint; later epochs may have other samples, "
+        "or another order, than in an uninterrupted run",
+        do="let the order depend on the epoch (set_epoch), or on what is seeded for each epoch: "
         "torch.randperm, or a generator in an attribute of the sampler; otherwise restore the "
         "sampler yourself",
     )

@@ -130,10 +130,10 @@ class RowCounter:
         self._warned = True
         warn(
             "a collate function whose batches do not show how many rows they have",
-            "the first dimensions of their tensors differ from each other and from the number of "
-            f"samples, on some rank; in a global batch of {planned} samples each rank's part "
-            "counts by its samples",
-            "if the loss is a mean over samples, there is nothing to do; if it is a mean over "
+            found="the first dimensions of their tensors differ from each other and from the "
+            f"number of samples, on some rank; in a global batch of {planned} samples each rank's "
+            "part counts by its samples",
+            do="if the loss is a mean over samples, there is nothing to do; if it is a mean over "
             "something else, such as tokens or nodes, say how many of these a batch has: "
             "world.loader(..., weight=...)",
         )

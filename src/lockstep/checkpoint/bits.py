@@ -73,9 +73,9 @@ def check_virtual_ranks(path: Path | str, manifest: Mapping[str, Any], settings:
     if num_virtual_ranks is None:
         warn(
             f"resuming from {path} without virtual_ranks",
-            f"it was saved with virtual_ranks={saved}; from here on bits depend on the number of "
-            "processes",
-            f"to keep them, continue with virtual_ranks={saved} "
+            found=f"it was saved with virtual_ranks={saved}; from here on bits depend on the "
+            "number of processes",
+            do=f"to keep them, continue with virtual_ranks={saved} "
             f"(lockstep run --virtual-ranks {saved})",
         )
         return

@@ -152,10 +152,10 @@ class _UnresumedWarning(Extension):
         if latest is not None:
             warn(
                 f"world.checkpoint({str(self._folder)!r}) without resume()",
-                f"{latest.name} is there already, from a run that this one does not continue: "
-                "this step or an earlier one cannot be saved there, and saves of later ones may "
-                "remove it",
-                "call checkpoint.resume() before the loop, or choose another folder",
+                found=f"{latest.name} is there already, from a run that this one does not "
+                "continue: this step or an earlier one cannot be saved there, and saves of later "
+                "ones may remove it",
+                do="call checkpoint.resume() before the loop, or choose another folder",
                 at=self._line,
             )
 

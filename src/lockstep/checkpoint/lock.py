@@ -241,9 +241,9 @@ def _wait_for_sign_or_remove(path: Path, other_run: str) -> bool:
 
     warn(
         f"saving a checkpoint in {path.parent}",
-        f"the first save waits up to {signs_of_life.MAX_SILENCE_S:.0f} s for a sign of life from "
-        f"{other_run}, which may be lost",
-        f"wait; or, if you know that the other run has ended, remove {path}",
+        found=f"the first save waits up to {signs_of_life.MAX_SILENCE_S:.0f} s for a sign of life "
+        f"from {other_run}, which may be lost",
+        do=f"wait; or, if you know that the other run has ended, remove {path}",
     )
     try:
         stayed_silent = signs_of_life.stays_silent(path)  # looks at the file for some minutes

@@ -80,10 +80,10 @@ class RandomStates:
         self._warned_of_difference = True
         warn(
             "random numbers outside of the training loop, with virtual_ranks",
-            f"{format_ranks(differing)} and rank 0 have not drawn the same ones, so bits are not "
-            "promised",
-            "draw them on all ranks, and not under `if world.is_main`; or from a generator of the "
-            "script's own",
+            found=f"{format_ranks(differing)} and rank 0 have not drawn the same ones, so bits are "
+            "not promised",
+            do="draw them on all ranks, and not under `if world.is_main`; or from a generator of "
+            "the script's own",
         )
 
     def restore(self, saved: Mapping[str, Any]) -> str:

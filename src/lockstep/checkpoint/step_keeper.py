@@ -380,8 +380,8 @@ class StepKeeper:
             raise problem
         warn(
             "steps are not kept in memory from here on",
-            f"{type(problem).__name__}: {problem}",
-            "let state_dict() return what a checkpoint can store",
+            found=f"{type(problem).__name__}: {problem}",
+            do="let state_dict() return what a checkpoint can store",
             on_this_rank=True,
         )
 

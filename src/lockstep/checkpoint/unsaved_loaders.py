@@ -69,9 +69,9 @@ class WarningAfterResume(Extension):
             if loader.batch_in_training == (0, 0):
                 warn(
                     f"resuming from {self._folder} without loader {loader_number}",
-                    "it is trained on and not saved in the checkpoint, so it begins with its first "
-                    "epoch, and samples are trained on twice",
-                    "name it from the first start on: world.checkpoint(..., loader=loader)",
+                    found="it is trained on and not saved in the checkpoint, so it begins with its "
+                    "first epoch, and samples are trained on twice",
+                    do="name it from the first start on: world.checkpoint(..., loader=loader)",
                     code="LS113",
                     at=self._line,
                 )
@@ -132,9 +132,9 @@ class WarningAfterSave(Extension):
         for loader_number in goes_on:
             warn(
                 f"world.checkpoint({str(self._folder)!r}) without loader {loader_number}",
-                "it is trained on and not saved in the checkpoint, so a resumed run begins with "
-                "its first epoch, and trains on samples twice unless the script skips them",
-                "start anew with world.checkpoint(..., loader=loader): a checkpoint without the "
+                found="it is trained on and not saved in the checkpoint, so a resumed run begins "
+                "with its first epoch, and trains on samples twice unless the script skips them",
+                do="start anew with world.checkpoint(..., loader=loader): a checkpoint without the "
                 "loader cannot be resumed with it",
                 code="LS113",
                 at=self._line,

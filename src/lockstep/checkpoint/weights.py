@@ -167,10 +167,10 @@ def _warn_of_ending(path: Path) -> None:
     """
     warn(
         f"saving weights to {path}",
-        f"the file is written as safetensors, and {path.suffix} is the ending of files of "
+        found=f"the file is written as safetensors, and {path.suffix} is the ending of files of "
         "torch.save: torch.load may not read it",
-        f"call it {path.with_suffix('.safetensors').name} and read it with lockstep.load_weights, "
-        "or convert it with lockstep checkpoint convert",
+        do=f"call it {path.with_suffix('.safetensors').name} and read it with "
+        "lockstep.load_weights, or convert it with lockstep checkpoint convert",
     )
 
 

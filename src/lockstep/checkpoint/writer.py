@@ -216,8 +216,8 @@ class Writer:
                 advice = error.do
             warn(
                 self._action,
-                f"the last checkpoint is not there: {reason}",
-                advice,
+                found=f"the last checkpoint is not there: {reason}",
+                do=advice,
                 on_this_rank=True,
             )
 

@@ -99,9 +99,9 @@ class Determinism(Extension):
             return
         warn(
             f"OMP_NUM_THREADS={self._users_threads} with virtual_ranks",
-            f"this process computes with one thread, so the bits are those of one: "
+            found=f"this process computes with one thread, so the bits are those of one: "
             f"{process_copy.WHY_ONE_THREAD}",
-            WAY_TO_SEVERAL_THREADS,
+            do=WAY_TO_SEVERAL_THREADS,
         )
 
     def choice(self) -> Choice:
@@ -149,9 +149,9 @@ class Determinism(Extension):
             advice = WAY_TO_SEVERAL_THREADS
         warn(
             f"torch.set_num_threads({number}) with virtual_ranks",
-            f"the run began with {count_noun(num_before, 'thread')}; the number decides the order "
-            "of sums, so the bits differ from here on",
-            advice,
+            found=f"the run began with {count_noun(num_before, 'thread')}; the number decides the "
+            "order of sums, so the bits differ from here on",
+            do=advice,
             on_this_rank=True,
         )
 

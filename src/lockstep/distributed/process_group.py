@@ -222,8 +222,8 @@ def _warn_if_spawned_alone(topology: Topology) -> None:
     if is_alone and is_one_that_warns:
         warn(
             "lockstep.init in a process of torch.multiprocessing.spawn",
-            "this is a run of one rank, so each of the processes trains alone",
-            "call the function without spawn, and start the script with lockstep run --nproc N",
+            found="this is a run of one rank, so each of the processes trains alone",
+            do="call the function without spawn, and start the script with lockstep run --nproc N",
         )
 
 

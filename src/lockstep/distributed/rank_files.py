@@ -119,8 +119,8 @@ def append_or_end(
     close_rank_file(file)
     warn(
         f"{setting}={folder!r}",
-        f"it cannot be written any more: {problem}",
-        f"make room; the training goes on, and its {content} ends here",
+        found=f"it cannot be written any more: {problem}",
+        do=f"make room; the training goes on, and its {content} ends here",
     )
 
 

@@ -315,11 +315,11 @@ class LossSource:
         parts = describe_parts([recognised, *different])
         warn(
             "one world.backward(loss) while two loaders are trained on",
-            "the prepared model was called with a batch of one loader, and with tensors that no "
-            f"loader gave. Of the two loaders' batches this rank has {parts} "
+            found="the prepared model was called with a batch of one loader, and with tensors that "
+            f"no loader gave. Of the two loaders' batches this rank has {parts} "
             "samples, which count differently; the loss is taken to come from the first alone, so "
             "its weight is wrong if these tensors were made of the other batch",
-            TRAIN_APART,
+            do=TRAIN_APART,
         )
 
     def _untrained_or_kept(self) -> list[Delivery]:

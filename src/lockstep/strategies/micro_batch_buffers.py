@@ -142,9 +142,9 @@ class MicroBatchBuffers(Extension):
 
         warn(
             "buffers that change in the forward pass, and a global batch in micro-batches",
-            f"{join_first(names)} changed from one micro-batch to the next: they are updated "
+            found=f"{join_first(names)} changed from one micro-batch to the next: they are updated "
             f"{num_micro_batches} times per optimizer step, each time from a part of the global "
             "batch, and get different values than if the whole global batch were computed at once",
-            f"{advice}; if these values are good enough, nothing has to be done",
+            do=f"{advice}; if these values are good enough, nothing has to be done",
             on_this_rank=True,
         )

@@ -194,10 +194,10 @@ class MovingBuffers:
 
         warn(
             "buffers that change in the forward pass",
-            f"the values of {join_first(names)} differ between ranks, as each rank changes its "
-            "own; after each step all ranks take those of rank 0, and what the other ranks "
+            found=f"the values of {join_first(names)} differ between ranks, as each rank changes "
+            "its own; after each step all ranks take those of rank 0, and what the other ranks "
             "recorded is lost",
-            f"{advice}; if those of rank 0 are good enough, nothing has to be done",
+            do=f"{advice}; if those of rank 0 are good enough, nothing has to be done",
         )
 
     @torch.no_grad()
@@ -261,8 +261,8 @@ def names_to_average(module: nn.Module, average: str | Sequence[str]) -> set[str
         # This is no error: a strategy may prepare two models, of which one has such buffers.
         warn(
             f"average_buffers={pattern!r}",
-            f"no floating-point buffer of the model has this name: [{join_first(names)}]",
-            "give names as `model.named_buffers()` has them, or patterns such as '*.mean'",
+            found=f"no floating-point buffer of the model has this name: [{join_first(names)}]",
+            do="give names as `model.named_buffers()` has them, or patterns such as '*.mean'",
         )
     return chosen
 

@@ -111,8 +111,8 @@ class BatchNormNotes:
 
         warn(
             f"micro_batch_size={size!r} and a model with BatchNorm",
-            "BatchNorm takes its statistics from one micro-batch over all ranks. micro_batch_size= "
-            "is what one rank computes at a time, so the number of micro-batches"
+            found="BatchNorm takes its statistics from one micro-batch over all ranks. "
+            "micro_batch_size= is what one rank computes at a time, so the number of micro-batches"
             f"{current_number} depends on the number of ranks, and with it the result",
-            f"say into how many micro-batches a global batch is cut: {setting}",
+            do=f"say into how many micro-batches a global batch is cut: {setting}",
         )

@@ -519,9 +519,9 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
             self.has_prepared_scheduler = True  # warn only once
             warn(
                 "a learning-rate scheduler that steps in the training loop and is not prepared",
-                f"the rate went from {old} to {new}; with micro-batches it would step once for "
-                "each of them",
-                "give it to world.prepare too: it then steps once per global batch",
+                found=f"the rate went from {old} to {new}; with micro-batches it would step once "
+                "for each of them",
+                do="give it to world.prepare too: it then steps once per global batch",
                 code="LS401",
             )
 

@@ -200,10 +200,10 @@ class ScheduleLengths(Extension):
             warn(
                 f"{type(scheduler.inner).__name__} with {name}={num_micro_batches} in a training "
                 f"of {num_epochs} epochs",
-                f"len(loader) is {num_micro_batches_of_epoch}, the micro-batches of an epoch, but "
-                "the scheduler steps once for each global batch: it makes at most "
+                found=f"len(loader) is {num_micro_batches_of_epoch}, the micro-batches of an "
+                "epoch, but the scheduler steps once for each global batch: it makes at most "
                 f"{num_global_batches} of its {num_micro_batches} steps",
-                "compute its length before world.prepare, where len(loader) counts global "
+                do="compute its length before world.prepare, where len(loader) counts global "
                 "batches, or from loader.steps",
                 at=line_of_length,
             )
@@ -233,8 +233,8 @@ class ScheduleLengths(Extension):
         self._warned_of.add(scheduler)
         warn(
             f"CosineAnnealingLR with T_max={num_epochs} in a training of {num_epochs} epochs",
-            f"it has stepped {steps} times in an epoch, and its rate rises again after "
+            found=f"it has stepped {steps} times in an epoch, and its rate rises again after "
             f"{num_epochs} steps",
-            "call scheduler.step() once in an epoch, after the loop over the loader, or build it "
-            "for all steps: T_max = the number of epochs * loader.steps",
+            do="call scheduler.step() once in an epoch, after the loop over the loader, or build "
+            "it for all steps: T_max = the number of epochs * loader.steps",
         )

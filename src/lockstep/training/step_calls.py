@@ -230,9 +230,9 @@ class StepCalls(Extension):
         self._warned_of_incomplete_steps = True
         warn(
             "optimizer.zero_grad() between the micro-batches of a global batch",
-            "it cleared the gradients of earlier micro-batches, so the optimizer has stepped with "
-            "those of the later ones only",
-            "call optimizer.step() and optimizer.zero_grad() in every iteration, without a "
+            found="it cleared the gradients of earlier micro-batches, so the optimizer has stepped "
+            "with those of the later ones only",
+            do="call optimizer.step() and optimizer.zero_grad() in every iteration, without a "
             "condition: both act once for each global batch",
         )
 
@@ -332,11 +332,11 @@ class StepCalls(Extension):
         num_micro_batches = self._num_micro_batches_of_missed_step
         warn(
             "optimizer.step() in some micro-batches of a global batch",
-            f"it was called in {early_calls} of {num_micro_batches} micro-batches, but not "
+            found=f"it was called in {early_calls} of {num_micro_batches} micro-batches, but not "
             "in the last one, after which the optimizer steps: it has not stepped for this global "
             "batch",
-            "call optimizer.step() in every iteration and count no batches: it steps once for each "
-            "global batch",
+            do="call optimizer.step() in every iteration and count no batches: it steps once for "
+            "each global batch",
             code="LS405",
             at=self._line_of_missed_call,
         )

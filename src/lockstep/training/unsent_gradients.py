@@ -55,9 +55,9 @@ def load_unsent_gradients(
     if unsent_by_rank and not everything_fits:
         warn(
             "resuming with DDP(compress=...)",
-            "the checkpoint is of a run with other ranks or machines, or another compression: "
-            "what they had left to send, a part of one gradient, does not fit",
-            "nothing; this run begins without it",
+            found="the checkpoint is of a run with other ranks or machines, or another "
+            "compression: what they had left to send, a part of one gradient, does not fit",
+            do="nothing; this run begins without it",
         )
 
 

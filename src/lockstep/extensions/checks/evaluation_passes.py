@@ -162,9 +162,9 @@ class EvaluationPassesCheck(Check):
         line = "" if evaluated_at is None else f" ({format_source_line(*evaluated_at)})"
         warn(
             "evaluating over a prepared loader on some ranks only",
-            f"only {format_ranks(ranks)} iterated it{line}; a rank gets no more than its part of "
-            "the samples, so the result covers a part",
-            "evaluate on all ranks with world.sum, or on one rank with an unprepared DataLoader",
+            found=f"only {format_ranks(ranks)} iterated it{line}; a rank gets no more than its "
+            "part of the samples, so the result covers a part",
+            do="evaluate on all ranks with world.sum, or on one rank with an unprepared DataLoader",
             code="LS501",
             at=evaluated_at,
             on_this_rank=on_this_rank,

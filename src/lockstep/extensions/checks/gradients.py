@@ -240,10 +240,10 @@ class GradientVersionCheck(Check):
             warn(
                 "shards of gradients that the script changes before optimizer.step(), with "
                 "virtual_ranks",
-                "a norm over shards, as torch's clip_grad_norm_ takes it, and noise have bits that "
-                "depend on the number of processes",
-                "to clip, use world.clip_grad_norm_(model, max_norm); ignore this if each element "
-                "is changed by itself, for example multiplied by a number",
+                found="a norm over shards, as torch's clip_grad_norm_ takes it, and noise have "
+                "bits that depend on the number of processes",
+                do="to clip, use world.clip_grad_norm_(model, max_norm); ignore this if each "
+                "element is changed by itself, for example multiplied by a number",
             )
 
 

@@ -108,8 +108,8 @@ class LossScaleCheck(Check):
         self._has_warned = True
         warn(
             was_set,
-            found,
-            'use reduction="mean", or divide the loss by the number of its samples: '
+            found=found,
+            do='use reduction="mean", or divide the loss by the number of its samples: '
             "loss / max(1, len(x))",
             code="LS202",
         )
@@ -125,10 +125,10 @@ class LossScaleCheck(Check):
         self._has_warned = True
         warn(
             f"world.backward of a loss that is divided by {num_micro_batches}",
-            f"a global batch has {num_micro_batches} micro-batches, over which world.backward "
-            "averages by itself; if the loss is divided for them, the gradients are "
+            found=f"a global batch has {num_micro_batches} micro-batches, over which "
+            "world.backward averages by itself; if the loss is divided for them, the gradients are "
             f"1/{num_micro_batches} of what they should be",
-            "leave out the division by the number of accumulation steps",
+            do="leave out the division by the number of accumulation steps",
             code="LS204",
         )
 

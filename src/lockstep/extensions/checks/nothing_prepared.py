@@ -110,11 +110,11 @@ class NothingPreparedCheck(Check):
         """Warns, on this rank, that all ranks have trained alone."""
         warn(
             "training without world.prepare",
-            f"optimizers made {count_noun(self._num_steps, 'step')} on this rank, and there was no "
-            "collective between them on any rank: unless the script exchanges gradients in another "
-            "way, each process has trained a model of its own",
-            "give the model to world.prepare with its optimizer, and use what it returns: model, "
-            "optimizer = world.prepare(model, optimizer)",
+            found=f"optimizers made {count_noun(self._num_steps, 'step')} on this rank, and there "
+            "was no collective between them on any rank: unless the script exchanges gradients in "
+            "another way, each process has trained a model of its own",
+            do="give the model to world.prepare with its optimizer, and use what it returns: "
+            "model, optimizer = world.prepare(model, optimizer)",
             code="LS311",
             at=self._location,
             on_this_rank=True,

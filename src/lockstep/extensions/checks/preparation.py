@@ -248,11 +248,11 @@ class PreparationCheck(Check):
             owner = "no module: none was prepared"
         warn(
             "world.backward of a loss that reaches no prepared model",
-            f"the {len(model.shapes)} parameters that it reaches (of shapes "
+            found=f"the {len(model.shapes)} parameters that it reaches (of shapes "
             f"{join_first(model.shapes)}) belong to {owner}; they were equal on all ranks, and "
             "are not any more: each rank trains a model of its own",
-            "give the model to world.prepare with its optimizer, and use what it returns: model, "
-            "optimizer = world.prepare(model, optimizer)",
+            do="give the model to world.prepare with its optimizer, and use what it returns: "
+            "model, optimizer = world.prepare(model, optimizer)",
             code="LS311",
             at=model.location,
             on_this_rank=True,
@@ -277,10 +277,11 @@ class PreparationCheck(Check):
         name = type(optimizer).__name__
         warn(
             f"{name}.step() of an optimizer that is not prepared",
-            f"{reason}: with micro-batches "
+            found=f"{reason}: with micro-batches "
             "it steps in each of them, world.step does not count, and the checks of gradients and "
             "replicas do not run",
-            "step what world.prepare returns: model, optimizer = world.prepare(model, optimizer)",
+            do="step what world.prepare returns: model, optimizer = world.prepare(model, "
+            "optimizer)",
             code="LS407",
         )
 

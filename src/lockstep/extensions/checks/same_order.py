@@ -62,9 +62,9 @@ class SameOrderCheck(Check):
         self._has_warned = True
         warn(
             "a loader that is prepared anew in each epoch",
-            f"{len(in_same_order)} loaders over the same dataset were each trained on for one "
-            "epoch; each begins with its own epoch 0, so these epochs had the same order",
-            "prepare the loader once, before the loop over the epochs: it shuffles anew in each",
+            found=f"{len(in_same_order)} loaders over the same dataset were each trained on for "
+            "one epoch; each begins with its own epoch 0, so these epochs had the same order",
+            do="prepare the loader once, before the loop over the epochs: it shuffles anew in each",
             code="LS103",
         )
 

@@ -90,9 +90,10 @@ class StepsWithoutGradientsCheck(Check):
             )
         warn(
             f"{name}.step() without a gradient",
-            f"in the first {STEPS_UNTIL_WARNING} steps no parameter had a gradient, so nothing was "
-            f"trained: {cause}",
-            "call world.backward(loss), optimizer.step() and optimizer.zero_grad() in this order",
+            found=f"in the first {STEPS_UNTIL_WARNING} steps no parameter had a gradient, so "
+            f"nothing was trained: {cause}",
+            do="call world.backward(loss), optimizer.step() and optimizer.zero_grad() in this "
+            "order",
             code="LS409",
         )
 

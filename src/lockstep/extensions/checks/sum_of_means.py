@@ -98,10 +98,10 @@ class SumOfMeansCheck(Check):
             self._has_warned = True
             warn(
                 "world.sum over all ranks, divided by len(loader)",
-                f"len(loader) is {len(loader)}, the number of batches that one rank gets, and "
-                f"{size} ranks have added theirs: a mean over batches comes out {size} times too "
-                "large",
-                "add up what counts for each sample, total += loss.item() * len(x), and divide "
+                found=f"len(loader) is {len(loader)}, the number of batches that one rank gets, "
+                f"and {size} ranks have added theirs: a mean over batches comes out {size} times "
+                "too large",
+                do="add up what counts for each sample, total += loss.item() * len(x), and divide "
                 "world.sum(total) by the number of samples",
                 code="LS501",
                 at=location,

@@ -144,11 +144,11 @@ class UnpreparedSumCheck(Check):
         size = self.run.collectives.data_parallel.size
         warn(
             "world.sum of what every rank computed over an unprepared DataLoader",
-            f"every rank went through the same {doubtful_sum.samples} samples; this rank brought "
-            f"{doubtful_sum.local_value:g}, and the sum {doubtful_sum.total:g} counts each sample "
-            f"{size} times",
-            "prepare the loader (test = world.prepare(test)), so that each rank gets its part; or "
-            "leave world.sum out where every rank evaluates them all",
+            found=f"every rank went through the same {doubtful_sum.samples} samples; this rank "
+            f"brought {doubtful_sum.local_value:g}, and the sum {doubtful_sum.total:g} counts each "
+            f"sample {size} times",
+            do="prepare the loader (test = world.prepare(test)), so that each rank gets its part; "
+            "or leave world.sum out where every rank evaluates them all",
             code="LS501",
             at=doubtful_sum.location,
         )

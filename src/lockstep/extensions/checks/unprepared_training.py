@@ -52,9 +52,9 @@ class UnpreparedTrainingCheck(Check):
         self._has_warned = True
         warn(
             "training over an unprepared DataLoader",
-            "its dataset is that of a prepared loader, but here every rank goes through all of it, "
-            "and does not get its part of each global batch",
-            "iterate what world.prepare returned: model, optimizer, train = "
+            found="its dataset is that of a prepared loader, but here every rank goes through all "
+            "of it, and does not get its part of each global batch",
+            do="iterate what world.prepare returned: model, optimizer, train = "
             "world.prepare(model, optimizer, train)",
             code="LS110",
         )

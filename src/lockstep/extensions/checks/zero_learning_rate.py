@@ -90,9 +90,9 @@ class ZeroLearningRateCheck(Check):
         """
         warn(
             f"{name}.step() with a learning rate of 0",
-            f"all parameter groups have had a learning rate of 0 in the {num_steps} steps since "
-            f"step {self._latest_step_with_rate}, the last one with another rate",
-            "build the schedule for all optimizer steps of the training: the number of epochs * "
+            found=f"all parameter groups have had a learning rate of 0 in the {num_steps} steps "
+            f"since step {self._latest_step_with_rate}, the last one with another rate",
+            do="build the schedule for all optimizer steps of the training: the number of epochs * "
             "loader.steps, which is not divided by accumulation steps",
         )
 

@@ -208,27 +208,27 @@ class WeightedSums:
         if why is _WhyNoNumber.IS_SPREAD:
             warn(
                 f"world.log({name}=...)",
-                "a DTensor of which each rank has a part, and world.log waits for no other "
+                found="a DTensor of which each rank has a part, and world.log waits for no other "
                 "rank, so it is left out",
-                f"log {name}=values.full_tensor(), which all ranks have to call",
+                do=f"log {name}=values.full_tensor(), which all ranks have to call",
             )
         elif why is _WhyNoNumber.IS_ON_META:
             warn(
                 f"world.log({name}=...)",
-                "a tensor on the meta device, which has no value, so it is left out",
-                f"log the mean over this micro-batch, for example {name}=values.float().mean()",
+                found="a tensor on the meta device, which has no value, so it is left out",
+                do=f"log the mean over this micro-batch, for example {name}=values.float().mean()",
             )
         elif why is _WhyNoNumber.IS_TOO_LARGE:
             warn(
                 f"world.log({name}=...)",
-                f"{found} that is too large for a float, so it is left out",
-                f"log it in a larger unit, for example {name}=number / 1e12",
+                found=f"{found} that is too large for a float, so it is left out",
+                do=f"log it in a larger unit, for example {name}=number / 1e12",
             )
         else:
             warn(
                 f"world.log({name}=...)",
-                f"{found}, not one number, so it is left out",
-                f"log the mean over this micro-batch, for example {name}=values.float().mean()",
+                found=f"{found}, not one number, so it is left out",
+                do=f"log the mean over this micro-batch, for example {name}=values.float().mean()",
             )
 
 
@@ -432,9 +432,9 @@ class RunningMeans:
         self._has_warned_of_names = True
         warn(
             "world.log in a loop over world.progress(...), which shows means over all ranks",
-            f"this rank logged {', '.join(names) or 'nothing'} and some other rank logged other "
-            "names, so nothing is shown",
-            "log the same names on every rank (only rank 0 shows them); for a line from rank 0 "
+            found=f"this rank logged {', '.join(names) or 'nothing'} and some other rank logged "
+            "other names, so nothing is shown",
+            do="log the same names on every rank (only rank 0 shows them); for a line from rank 0 "
             "alone use world.print",
         )
 
@@ -445,8 +445,9 @@ class RunningMeans:
         self._has_warned_of_many_names = True
         warn(
             f"world.log of {num_names} names in a loop over world.progress(...)",
-            f"the first {MAX_SHOWN_NAMES} in alphabetical order are shown; the report has all",
-            "nothing has to be done",
+            found=f"the first {MAX_SHOWN_NAMES} in alphabetical order are shown; the report has "
+            "all",
+            do="nothing has to be done",
         )
 
 

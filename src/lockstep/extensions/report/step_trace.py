@@ -123,8 +123,8 @@ class StepTrace(Extension):
         if not step_is_made:
             warn(
                 f"trace_step={self._step_to_trace}",
-                f"the run has ended after step {steps_made}",
-                "choose a step that the run makes",
+                found=f"the run has ended after step {steps_made}",
+                do="choose a step that the run makes",
             )
 
     def _give_up_for_profiler_of_script(self) -> None:
@@ -132,8 +132,9 @@ class StepTrace(Extension):
         self._run.extensions.remove(self)
         warn(
             f"trace_step={self._step_to_trace}",
-            "a profiler of the script's own is running in that step, and torch runs one at a time",
-            "read its trace, or choose a step that it does not record",
+            found="a profiler of the script's own is running in that step, and torch runs one at a "
+            "time",
+            do="read its trace, or choose a step that it does not record",
         )
 
     def _start(self) -> None:
@@ -181,8 +182,8 @@ class StepTrace(Extension):
         except OSError as error:
             warn(
                 f"trace_step={self._step_to_trace}",
-                f"the trace cannot be written: {error}",
-                "make room; the training goes on without the trace",
+                found=f"the trace cannot be written: {error}",
+                do="make room; the training goes on without the trace",
             )
             return
 

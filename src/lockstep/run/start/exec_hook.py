@@ -89,10 +89,10 @@ def _warn_if_hook_is_disabled(argv: Sequence[Any]) -> None:
     if option:
         warn(
             f"os.exec*: python {option}",
-            "this option keeps the interpreter from importing what watches a rank, so that "
+            found="this option keeps the interpreter from importing what watches a rank, so that "
             "lockstep run neither notices when it hangs nor knows its steps",
-            f"leave out {option}; to make Python ignore variables such as PYTHONPATH, remove them "
-            "from os.environ",
+            do=f"leave out {option}; to make Python ignore variables such as PYTHONPATH, remove "
+            "them from os.environ",
             on_this_rank=True,
         )
 

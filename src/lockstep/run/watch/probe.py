@@ -120,16 +120,17 @@ class Probe:
         if not _opened_groups:
             warn(
                 f"{size} processes",
-                f"no process group was opened, but the optimizer made {count_noun(steps, 'step')}: "
-                "each process trained its own model",
-                "join them by lockstep.init() and world.prepare(...), or run one process",
+                found="no process group was opened, but the optimizer made "
+                f"{count_noun(steps, 'step')}: each process trained its own model",
+                do="join them by lockstep.init() and world.prepare(...), or run one process",
             )
         elif torch_compat.has_not_communicated(_opened_groups):
             warn(
                 f"{size} processes",
-                f"the optimizer made {count_noun(steps, 'step')} on rank 0, which has called no "
-                "collective and sent nothing: its gradients were not averaged with those of others",
-                "wrap the model in DistributedDataParallel, or use lockstep.init() and "
+                found=f"the optimizer made {count_noun(steps, 'step')} on rank 0, which has called "
+                "no collective and sent nothing: its gradients were not averaged with those of "
+                "others",
+                do="wrap the model in DistributedDataParallel, or use lockstep.init() and "
                 "world.prepare(...)",
                 code="LS311",
             )

@@ -41,9 +41,9 @@ def warn_of_lists(num_replicas: int, batch: Any, num_samples: int) -> None:
 
     warn(
         f"inputs of a module on {num_replicas} replicas",
-        f"{descriptions[0]}, beside tensors of {num_samples} samples: it is not split, so every "
-        "replica gets all of it",
-        "give what belongs to the samples as tensors; if this does not, nothing has to be done",
+        found=f"{descriptions[0]}, beside tensors of {num_samples} samples: it is not split, so "
+        "every replica gets all of it",
+        do="give what belongs to the samples as tensors; if this does not, nothing has to be done",
         code="LS310",
     )
 
@@ -150,10 +150,10 @@ def warn_of_state(modules: Sequence[nn.Module], state_before: ForwardState) -> N
 
     warn(
         f"a module on {len(modules)} replicas that keeps {join_first(names, 4)}",
-        "each replica computes its own value from its samples, and only that of the first replica "
-        "stays; a list gets an entry from each replica, and a dictionary keeps that of the last "
-        "one",
-        "return what the loss needs from forward, so that it is joined",
+        found="each replica computes its own value from its samples, and only that of the first "
+        "replica stays; a list gets an entry from each replica, and a dictionary keeps that of the "
+        "last one",
+        do="return what the loss needs from forward, so that it is joined",
         code="LS310",
     )
 

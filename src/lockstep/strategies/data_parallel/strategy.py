@@ -227,9 +227,10 @@ class WeightedMeanWarning(Extension):
         warn(
             f"a mean computed inside of a model on {self._module.num_replicas} devices, and a "
             "loader with weight=",
-            "each device's mean is weighted by its number of samples, not by the samples' weights",
-            "return the loss and the weight of each sample, and divide their sums outside of the "
-            "model; if a plain mean over samples is meant, nothing has to be done",
+            found="each device's mean is weighted by its number of samples, not by the samples' "
+            "weights",
+            do="return the loss and the weight of each sample, and divide their sums outside of "
+            "the model; if a plain mean over samples is meant, nothing has to be done",
             code="LS310",
         )
 

@@ -235,9 +235,10 @@ class DiLoCo(DiLoCoOptions, Strategy):
         warn(
             f"DiLoCo(outer_lr={self.outer_lr:g}, outer_momentum={self.outer_momentum:g}) of a "
             "model with BatchNorm",
-            "running statistics are the mean over the replicas, but the outer optimizer takes "
-            "the weights further, so the two do not match when the model is evaluated or saved",
-            "recompute them before you evaluate or save: update_bn(batches, model) of "
+            found="running statistics are the mean over the replicas, but the outer optimizer "
+            "takes the weights further, so the two do not match when the model is evaluated or "
+            "saved",
+            do="recompute them before you evaluate or save: update_bn(batches, model) of "
             "torch.optim.swa_utils, the same batches on every rank; or use GroupNorm, or "
             "outer_lr=1, outer_momentum=0",
         )

@@ -643,9 +643,9 @@ class DiLoCoTraining(Extension):
         delay_option = f", delay={delay}" if delay > 0 else ""
         warn(
             f"DiLoCo(every={every}{delay_option}) for {count_noun(steps_apart, 'step')}",
-            f"the last {count_noun(steps_left, 'step')} of the replicas are not in the shared "
-            "weights, which are evaluated and saved",
-            f"end after {next_good_end} steps, when the last exchange has been applied",
+            found=f"the last {count_noun(steps_left, 'step')} of the replicas are not in the "
+            "shared weights, which are evaluated and saved",
+            do=f"end after {next_good_end} steps, when the last exchange has been applied",
         )
 
     def release(self) -> None:
