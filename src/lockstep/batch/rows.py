@@ -108,8 +108,8 @@ class RowCounter:
         self._warned = True
         warn(
             "a collate function that leaves samples out, or adds rows",
-            f"a global batch of {planned} samples has {rows} rows, so each rank's part counts by "
-            "the rows that it has",
+            found=f"a global batch of {planned} samples has {rows} rows, so each rank's part "
+            "counts by the rows that it has",
             do="nothing, if the loss is a mean over rows and each row is made of one sample. If it "
             "is a mean over something else, such as tokens, say how many of these a batch has: "
             "world.loader(..., weight=...). If a row is made of several samples of its batch, the "
