@@ -468,7 +468,7 @@ def test_an_error_is_shown_in_chinese_and_recorded_in_english(chinese: None) -> 
     errors.on_warning.append(heard.append)
     try:
         with pytest.warns(errors.LockstepWarning, match="建议：选择其中之一"):
-            errors.warn("x", "it is empty", "choose one of them")
+            errors.warn("x", found="it is empty", do="choose one of them")
     finally:
         errors.on_warning.remove(heard.append)
     assert heard == ["x\n  found: it is empty\n  do:    choose one of them"]

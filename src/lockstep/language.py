@@ -564,17 +564,18 @@ class Template:
         """Yields where the value of a field may end: where the literal behind the field begins.
 
         The template "start {num} ranks" has the literals "start " and " ranks", so the value of
-        `num` ends where " ranks" begins. Behind the last field, this is the literal at the end of
-        the text; behind any other field, every occurrence of the literal counts.
+        `num` ends where " ranks" begins.
         """
         literal_behind = self._literal_behind(field_number)
         is_last_field = field_number == len(self.fields) - 1
         if is_last_field:
+            # The text ends with the literal, so the value has only one possible end.
             end = len(text) - len(literal_behind)
             if begin <= end and self._fits(field_number, text, begin, end):
                 yield end
             return
 
+        # The value may end at any occurrence of the literal.
         end = text.find(literal_behind, begin)
         while end != -1:  # -1: it does not occur again
             if self._fits(field_number, text, begin, end):

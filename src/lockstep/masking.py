@@ -20,7 +20,7 @@ SECRET_WORDS = frozenset(
 )
 """The last word of an option that takes a secret: `--hf-token`, `wandb.api_key`, `--db.password`.
 The options `--tokenizer`, `--max-tokens` and `--token-file` do not take a secret."""
-WORDS_OF_FIELDS = frozenset(
+WORDS_THAT_CHANGE_MEANING = frozenset(
     {"sort", "group", "image", "label", "text", "input", "output", "target", "metric", "monitor"}
     | {"dict", "column", "data", "feature", "state", "query", "join", "index", "primary", "foreign"}
     | {"pad", "eos", "bos", "unk", "mask", "sep", "cls", "special", "stop", "start", "end", "per"}
@@ -28,9 +28,11 @@ WORDS_OF_FIELDS = frozenset(
 )
 """Words before a secret word that give it another meaning: `--sort-key name`, `--pad-token 0`,
 `--num-pass`. Then only a value that looks random is hidden."""
-_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/_=-]{20,}")
+_LOOKS_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9+/_=-]{20,}")
 """Long hexadecimal and base64 texts."""
-_PLAIN_VALUE = re.compile(r"-?[0-9]{0,3}(?:\.[0-9]+)?|true|false|none|null|yes|no", re.IGNORECASE)
+_NUMBER_OR_SWITCH = re.compile(
+    r"-?[0-9]{0,3}(?:\.[0-9]+)?|true|false|none|null|yes|no", re.IGNORECASE
+)
 """Small numbers and switches, which are not secrets: `--pass 2`, `--use-auth-token true`."""
 # Names before an equals sign: `--token`, `hub.token`, Hydra's `+hub.token`. In `http://host?token`
 # and `{"token"` the text before an equals sign is no name.
@@ -114,14 +116,14 @@ def _is_secret(name: str, value: str) -> bool:
     if not is_named_like_secret or not value:
         return False
 
-    # In --sort-key, the word "sort" gives "key" another meaning: `--sort-key length` is no secret,
-    # but `--sort-key 9f86d081884c7d659a2feaa0c55ad015` may be one all the same.
-    is_named_like_field = len(words) > 1 and words[-2] in WORDS_OF_FIELDS
-    if is_named_like_field:
-        return _RANDOM.fullmatch(value) is not None
+    # The key of `--sort-key length` is the name of a column, and no secret. But a random text is
+    # hidden all the same, as in `--sort-key 9f86d081884c7d659a2feaa0c55ad015`.
+    key_has_other_meaning = len(words) > 1 and words[-2] in WORDS_THAT_CHANGE_MEANING
+    if key_has_other_meaning:
+        return _LOOKS_RANDOM.fullmatch(value) is not None
 
     # `--use-auth-token true` has no secret either.
-    is_number_or_switch = _PLAIN_VALUE.fullmatch(value) is not None
+    is_number_or_switch = _NUMBER_OR_SWITCH.fullmatch(value) is not None
     return not is_number_or_switch
 
 

@@ -301,11 +301,11 @@ def test_what_is_counted_is_what_is_alive(make: Callable[[], Net], count: int) -
     for chosen in itertools.combinations(range(3), count):
         net = make()
         measured = measure(net, list(net.blocks), *EXAMPLE)
-        assert list(measured.inside) == [0, 1, 2]
-        held = dict(measured.outside)
+        assert list(measured.activations_of_block) == [0, 1, 2]
+        held = dict(measured.outside_blocks)
         for i in range(3):
-            held |= measured.inputs[i] if i in chosen else measured.inside[i]
-        held.pop(next(iter(measured.outside)))  # the example, which the first layer keeps
+            held |= measured.inputs_of_block[i] if i in chosen else measured.activations_of_block[i]
+        held.pop(next(iter(measured.outside_blocks)))  # the example, which the first layer keeps
         for i in chosen:
             checkpoint_activations(net, f"blocks.{i}")
         counted, alive = sum(held.values()), alive_after_forward(net)
@@ -316,13 +316,13 @@ def test_what_is_counted_is_what_is_alive(make: Callable[[], Net], count: int) -
 
 def naive_peak(kept: Activations, recomputed: set[int]) -> int:
     """The sizes of all sets that are held at one time."""
-    moments = [kept.outside | {}]
+    moments = [kept.outside_blocks | {}]
     for i in range(3):
-        moments[-1] |= kept.inputs[i] if i in recomputed else kept.inside[i]
+        moments[-1] |= kept.inputs_of_block[i] if i in recomputed else kept.activations_of_block[i]
     for i in recomputed:
-        now = kept.outside | kept.inputs[i] | kept.inside[i]
+        now = kept.outside_blocks | kept.inputs_of_block[i] | kept.activations_of_block[i]
         for j in range(i):
-            now |= kept.inputs[j] if j in recomputed else kept.inside[j]
+            now |= kept.inputs_of_block[j] if j in recomputed else kept.activations_of_block[j]
         moments.append(now)
     return max(sum(moment.values()) for moment in moments)
 

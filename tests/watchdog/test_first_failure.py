@@ -243,7 +243,9 @@ CASES = {
                 1,
                 10.0,
                 last_lines=("Traceback (most recent call last):", "ValueError: x"),
-                printed=PrintedError("ValueError: x", "train.py:5: f()", ("ValueError: x",)),
+                printed_traceback=PrintedError(
+                    "ValueError: x", "train.py:5: f()", ("ValueError: x",)
+                ),
             )
         ],
         "exit",
@@ -260,7 +262,9 @@ CASES = {
                 0,
                 1,
                 10.0,
-                printed=PrintedError("RuntimeError: gone", None, ("RuntimeError", CLOSED)),
+                printed_traceback=PrintedError(
+                    "RuntimeError: gone", None, ("RuntimeError", CLOSED)
+                ),
             ),
             rank_exited(1, 3, 10.1),
         ],
@@ -281,7 +285,9 @@ CASES = {
                 1,
                 1,
                 10.0,
-                printed=PrintedError("OSError: x", None, ("OSError: x", "Too many open files")),
+                printed_traceback=PrintedError(
+                    "OSError: x", None, ("OSError: x", "Too many open files")
+                ),
             )
         ],
         "exit",

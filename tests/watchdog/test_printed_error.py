@@ -47,7 +47,7 @@ def test_the_last_traceback_gives_exception_and_line(printed: list[str], prefix:
     assert found is not None
     assert found.headline == "ValueError: bad sample"
     assert found.line == 'train.py:2: raise ValueError("bad sample\\nin shard 2")'
-    assert found.text[:2] == ("ValueError: bad sample", "in shard 2")
+    assert found.message_lines[:2] == ("ValueError: bad sample", "in shard 2")
 
 
 def test_the_last_of_several_tracebacks_is_read(printed: list[str]) -> None:

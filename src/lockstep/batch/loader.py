@@ -655,14 +655,13 @@ class Loader:
 
         # A rank that has no samples in a micro-batch skips it, unless the model needs all ranks in
         # each forward pass, as under FSDP. Then the rank gets an empty batch.
+        skips_without_samples = not self._evaluates_together
+        if skips_without_samples:
+            planned = _with_samples_only(planned)
+
         some_ranks_lack_samples = not self._plan.every_rank_has_samples(plan)
-        if self._evaluates_together:
-            some_ranks_skip = False
-            self._needs_empty_batches = some_ranks_lack_samples
-        else:
-            some_ranks_skip = some_ranks_lack_samples
-            self._needs_empty_batches = False
-            planned = (item for item in planned if item.micro_batch.local_rows > 0)
+        some_ranks_skip = some_ranks_lack_samples and skips_without_samples
+        self._needs_empty_batches = some_ranks_lack_samples and not skips_without_samples
 
         read = self._count_rows(epoch, self._read_planned(epoch, planned))
         on_device = to_device(read, self._collectives.device)
@@ -690,8 +689,8 @@ class Loader:
             start: number of the first global batch.
             on_device: yields the micro-batches, each with its batch on the device.
             training: True for a training pass, False for an evaluation.
-            some_ranks_skip: True if some rank skips some micro-batch. Collectives are then refused,
-                because they would wait for that rank.
+            some_ranks_skip: True for an evaluation in which some rank skips some micro-batch.
+                Collectives are then refused, because they would wait for that rank.
         """
         step = self._step
         training_pass = TrainingPass()
@@ -700,8 +699,7 @@ class Loader:
         working_phase = "forward" if training else "evaluation"
 
         micro_batch_before = step.micro_batch_in_use
-        collectives_hang = some_ranks_skip and not training
-        reason_to_block = SOME_RANKS_SKIP if collectives_hang else None
+        reason_to_block = SOME_RANKS_SKIP if some_ranks_skip else None
         phase_before = step.enter_phase(reading_phase)
 
         exhausted = False
@@ -1091,6 +1089,13 @@ class Loader:
         indices = np.arange(min(count, self.source.length), dtype=np.int64)
         with preserve_rng_state():
             return self._fetch[epoch, indices]
+
+
+def _with_samples_only(planned: Iterable[PlannedMicroBatch]) -> Iterator[PlannedMicroBatch]:
+    """Yields the micro-batches in which this rank has samples."""
+    for each in planned:
+        if each.micro_batch.local_rows > 0:
+            yield each
 
 
 def _with_keys_of_this_version(state: dict[str, Any]) -> dict[str, Any]:

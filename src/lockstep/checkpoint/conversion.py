@@ -121,28 +121,37 @@ def _write_torch(
         extra: the other values of the state by their new names.
         dtype: as for `convert`.
     """
-    state: dict[str, Any] = {}
-    values_of_id: dict[int, Tensor] = {}  # by the id of the lazy tensor
-
-    # The addresses of the storages of the tensors so far. `with_own_storage` adds to the set.
-    tensor_storages_in_use: set[int] = set()
-    for name, lazy_tensor in tensors.items():
-        is_first_name = id(lazy_tensor) not in values_of_id
-        if is_first_name:
-            values = cast(lazy_tensor.read(), dtype, name).contiguous()
-
-            # torch.save writes the whole storage of a tensor. So a view of a larger storage, or of
-            # the storage of another tensor, is cloned.
-            values_of_id[id(lazy_tensor)] = with_own_storage(values, tensor_storages_in_use)
-        state[name] = values_of_id[id(lazy_tensor)]
-    state.update(extra)
-
+    state: dict[str, Any] = {**_read_tensors(tensors, dtype), **extra}
     with plain_errors("saving weights to", out):
         make_parent_folders(out)
         with disk.replacing(out) as temporary:
             with temporary.open("wb") as file:
                 torch.save(state, file)
             disk.sync_path(temporary)
+
+
+def _read_tensors(
+    tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Reads tensors for `torch.save`. Tied names get the same tensor.
+
+    Each tensor has a storage of its own, because torch.save writes the whole storage of a tensor.
+
+    Args:
+        tensors: the tensors by their names; tied names have the same object.
+        dtype: as for `convert`.
+    """
+    tensor_of_name: dict[str, Tensor] = {}
+    tensor_of_lazy_id: dict[int, Tensor] = {}  # by the id of the lazy tensor
+    storages_in_use: set[int] = set()  # `with_own_storage` adds the storage of each result
+    for name, lazy_tensor in tensors.items():
+        tensor = tensor_of_lazy_id.get(id(lazy_tensor))
+        if tensor is None:  # the first of the names that are tied
+            contiguous = cast(lazy_tensor.read(), dtype, name).contiguous()
+            tensor = with_own_storage(contiguous, storages_in_use)
+            tensor_of_lazy_id[id(lazy_tensor)] = tensor
+        tensor_of_name[name] = tensor
+    return tensor_of_name
 
 
 def _new_names(

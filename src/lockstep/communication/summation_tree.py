@@ -154,37 +154,26 @@ def plan_sums_of_machines(
 ) -> MachineOrder:
     """Plans how ranks sum a tree if each machine sums up the leaves of its own ranks first.
 
-    There are three stages. Example: 2 machines with 2 ranks each sum 8 leaves, with the bounds
-    `(0, 2, 3, 6, 8)`. The tree is `((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))`, and a-b stands for
-    the sum of the leaves a to b.
+    Example: 2 machines with 2 ranks each sum 4 leaves, one of each rank. The tree is
+    `(0 + 1) + (2 + 3)`.
 
-                    leaves      stage 1: of the rank    stage 2: of the machine    stage 3: of all
-        rank 0      0, 1        0-1
-        rank 1      2           2                       0-1 and 2
-        rank 2      3, 4, 5     3 and 4-5
-        rank 3      6, 7        6-7                     3 and 4-7                  0-7
+                    1. each rank    2. each machine     3. all machines
+        rank 0      0
+        rank 1      1               0 + 1
+        rank 2      2
+        rank 3      3               2 + 3               (0 + 1) + (2 + 3)
 
-    Each stage computes the largest nodes of the tree that lie within its leaves. Machine 0 has the
-    leaves 0 to 2, so it cannot add up 0-1 and 2: in the tree 2 is first added to 3. Machine 1 has
-    the leaves 3 to 7, with the nodes 3 and 4-7. The additions of the stages 2 and 3 are described
-    by the number of merges after each push:
-
-        stage 2, machine 1      push 3                  stack: 3
-                                push 4-5                stack: 3, 4-5
-                                push 6-7, 1 merge       stack: 3, 4-7       (0, 0, 1)
-        stage 3                 push 0-1                stack: 0-1
-                                push 2                  stack: 0-1, 2
-                                push 3, 2 merges        stack: 0-3
-                                push 4-7, 1 merge       stack: 0-7          (0, 0, 2, 1)
-
-    The result for machine 1 is
+    The result for machine 0 is
 
         MachineOrder(
-            num_partial_sums_of_rank=(2, 1),  # 3 and 4-5 of rank 2, 6-7 of rank 3
-            merges_on_machine=(0, 0, 1),  # of stage 2
-            num_sums_of_machine=2,  # 3 and 4-7
-            between_machines=...,  # has the merges of stage 3
+            num_partial_sums_of_rank=(1, 1),  # 0 of rank 0, and 1 of rank 1
+            merges_on_machine=(0, 1),  # push 0; push 1, 1 merge
+            num_sums_of_machine=1,  # 0 + 1
+            between_machines=plan_sums(present, (0, 2, 4)),
         )
+
+    A rank or a machine passes on several sums if its leaves are not those of one node: see the
+    example of `plan_sums`.
 
     Args:
         present: for each leaf, True if it has a value.
@@ -192,20 +181,20 @@ def plan_sums_of_machines(
         ranks_per_machine: number of ranks on each machine. Their numbers are consecutive.
         machine: number of this machine.
     """
-    # Stage 1. Each rank of this machine passes on the largest nodes within its leaves. For machine
-    # 1 in the example: [[Node(3, 4), Node(4, 6)], [Node(6, 8)]].
+    # 1. Each rank of this machine passes on the largest nodes within its leaves. For machine 0 in
+    # the example: [[Node(0, 1)], [Node(1, 2)]].
     first_rank = machine * ranks_per_machine
     bounds_on_machine = bounds[first_rank : first_rank + ranks_per_machine + 1]
     nodes_of_ranks = _largest_nodes_of_ranges(present, bounds_on_machine)
 
-    # Stage 2. The machine pushes these nodes in the order of the ranks, and merges them into the
-    # largest nodes within the leaves of all its ranks: Node(3, 4) and Node(4, 8) in the example.
+    # 2. The machine pushes these nodes in the order of the ranks, and merges them into the largest
+    # nodes within the leaves of all its ranks: into Node(0, 2) in the example.
     pushed_nodes = list(itertools.chain(*nodes_of_ranks))
-    bounds_of_machines = bounds[::ranks_per_machine]  # (0, 3, 8)
+    bounds_of_machines = bounds[::ranks_per_machine]  # (0, 2, 4)
     nodes_of_machine = _largest_nodes_of_ranges(present, bounds_of_machines)[machine]
-    merges_on_machine = count_merges(pushed_nodes, into=nodes_of_machine)  # (0, 0, 1)
+    merges_on_machine = count_merges(pushed_nodes, into=nodes_of_machine)  # (0, 1)
 
-    # Stage 3. The machines sum their nodes as ranks would.
+    # 3. The machines sum their nodes as ranks would.
     between_machines = plan_sums(present, bounds_of_machines)
 
     return MachineOrder(

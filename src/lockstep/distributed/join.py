@@ -280,16 +280,16 @@ class Join:
             request: this process's own request.
             num_members: the number of members, which is the world size of the run.
         """
-        # Compare with the member of the same rank. If this process came to the wrong run, there may
-        # be none: it has rank 5, say, and the run has 4 ranks. Then the error names rank 0.
+        # Rank 0 has written down, for each rank, the number of the request that became the member.
         run_has_this_rank = request.rank < num_members
-        member_rank = request.rank if run_has_this_rank else 0
-
-        # Each process that comes to the store gets a number of its own, and rank 0 writes down the
-        # number of the member with each rank.
-        member_number = int(self.store.get(f"member/{member_rank}"))
-        if member_number == request.number:
-            return
+        if run_has_this_rank:
+            member_number = int(self.store.get(f"member/{request.rank}"))
+            if member_number == request.number:
+                return
+        else:
+            # This process came to the wrong run: it has rank 5, say, and the run has 4 ranks. No
+            # member has its rank, so the error names rank 0.
+            member_number = int(self.store.get("member/0"))
 
         member = read_request(self.store, f"request/{member_number}")
         raise errors.DuplicateRankError(
@@ -435,7 +435,7 @@ class Join:
         Differences that are harmless, such as a `--local-rank` argument, are ignored.
         """
         manifests = [member.manifest for member in members]
-        are_equal = not describe_mismatches(manifests)
+        are_equal = all(manifest == manifests[0] for manifest in manifests)
         if are_equal:  # the usual case
             return None
 

@@ -189,9 +189,12 @@ def _choose_by_budget(
         args, kwargs = example
         activations = measure(module, blocks, args, kwargs)
 
-    # From here on blocks are identified by their numbers in `blocks`. `activations.inside` has
-    # those that ran. Some may recompute already, from an earlier call of `checkpoint_activations`.
-    already_recomputed = {number for number in activations.inside if _recomputes(blocks[number])}
+    # From here on blocks are identified by their numbers in `blocks`. Some of those that ran may
+    # recompute already, from an earlier call of `checkpoint_activations`.
+    numbers_of_called_blocks = activations.activations_of_block.keys()
+    already_recomputed = {
+        number for number in numbers_of_called_blocks if _recomputes(blocks[number])
+    }
     recomputed, peaks = _add_until_it_fits(activations, already_recomputed, max_bytes)
 
     # `peaks[0]` is the most memory that is kept at a time with `already_recomputed`, and

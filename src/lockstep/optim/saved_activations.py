@@ -34,23 +34,23 @@ class Activations:
     Blocks are identified by numbers. The dictionaries list them in the order in which they ran.
     """
 
-    outside: StorageBytes = field(default_factory=dict)
+    outside_blocks: StorageBytes = field(default_factory=dict)
     """What operations outside of all blocks keep."""
-    inputs: dict[int, StorageBytes] = field(default_factory=dict)
+    inputs_of_block: dict[int, StorageBytes] = field(default_factory=dict)
     """What each block keeps if it recomputes its activations: its inputs."""
-    inside: dict[int, StorageBytes] = field(default_factory=dict)
+    activations_of_block: dict[int, StorageBytes] = field(default_factory=dict)
     """What each block keeps if it does not recompute them."""
 
     def peak(self, recomputed: set[int]) -> int:
         """Returns the maximum number of bytes that are kept at one time, if some blocks recompute.
 
         The maximum is reached either at the end of the forward pass, or in the backward pass while
-        a block is recomputed. At that time memory holds what the block keeps inside and what all
+        a block is recomputed. At that time memory holds the activations of the block and what all
         earlier blocks keep. (The backward pass goes from the last block to the first, and has freed
         what later blocks kept.) What is kept outside of blocks is counted as if it stayed to the
         end.
 
-        For example, each of two blocks keeps 10 bytes inside, or an input of 1 byte:
+        For example, each of two blocks keeps 10 bytes of activations, or an input of 1 byte:
 
             recomputed         while the second is recomputed    after the forward pass    peak
             none                                                 10 + 10 = 20              20
@@ -62,16 +62,16 @@ class Activations:
         """
         # All of these map a storage to its size in bytes. A storage that several blocks keep is
         # counted once.
-        kept = dict(self.outside)
+        kept = dict(self.outside_blocks)
         num_bytes_kept = sum(kept.values())
         peak = num_bytes_kept
 
         # Go through the blocks in the order of the forward pass, adding what each of them keeps.
-        for block, kept_inside in self.inside.items():
-            kept_by_block = kept_inside
+        for block, activations in self.activations_of_block.items():
+            kept_by_block = activations
             if block in recomputed:
-                kept_by_block = self.inputs[block]
-                while_recomputed = kept_by_block | kept_inside
+                kept_by_block = self.inputs_of_block[block]
+                while_recomputed = kept_by_block | activations
                 peak = max(peak, num_bytes_kept + _added_bytes(while_recomputed, present=kept))
 
             num_bytes_kept += _added_bytes(kept_by_block, present=kept)
@@ -85,14 +85,14 @@ class Activations:
         Args:
             recomputed: the numbers of the blocks that recompute.
         """
-        kept = dict(self.outside)
-        for block, kept_inside in self.inside.items():
-            kept |= self.inputs[block] if block in recomputed else kept_inside
+        kept = dict(self.outside_blocks)
+        for block, activations in self.activations_of_block.items():
+            kept |= self.inputs_of_block[block] if block in recomputed else activations
         return sum(kept.values())
 
     def by_saving(self) -> list[int]:
         """Returns the numbers of all blocks, beginning with those that save most by recomputing."""
-        return sorted(self.inside, key=lambda block: self.total({block}))
+        return sorted(self.activations_of_block, key=lambda block: self.total({block}))
 
 
 def _added_bytes(added: StorageBytes, *, present: StorageBytes) -> int:
@@ -145,7 +145,7 @@ class _Counter:
     def __init__(self, module: nn.Module) -> None:
         self.activations = Activations()
         """What was counted so far."""
-        self._current = self.activations.outside
+        self._current = self.activations.outside_blocks
         """The storages to which saved tensors are added now: those of the running block, or those
         outside of blocks."""
         self._not_counted: StorageBytes = {}
@@ -182,16 +182,16 @@ class _Counter:
             args: the positional arguments of the block's call.
             kwargs: the keyword arguments of the block's call.
         """
-        if block not in self.activations.inputs:
-            self.activations.inputs[block] = {}
-            self.activations.inside[block] = {}
+        if block not in self.activations.inputs_of_block:
+            self.activations.inputs_of_block[block] = {}
+            self.activations.activations_of_block[block] = {}
         for tensor in tensors((args, kwargs)):
-            self._count(tensor, self.activations.inputs[block])
-        self._current = self.activations.inside[block]
+            self._count(tensor, self.activations.inputs_of_block[block])
+        self._current = self.activations.activations_of_block[block]
 
     def leave_block(self, *_: Any) -> None:
         """The hook after the forward pass of a block."""
-        self._current = self.activations.outside
+        self._current = self.activations.outside_blocks
 
 
 def _refuse_backward(_: object) -> Tensor:

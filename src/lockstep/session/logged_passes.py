@@ -138,8 +138,9 @@ class LoggedPasses:
     ) -> Iterator[OpenPass]:
         """Returns a context in which a pass over a loader is open.
 
-        The pass may outlive the context: if the loop still holds batches of the exhausted loader on
-        which it has not trained, the pass stays open until the script begins another pass.
+        The pass is closed when the loop is left early, or the loader is exhausted. But if the loop
+        then still holds batches of the exhausted loader on which it has not trained, the pass stays
+        open until the script begins another pass.
 
         Args:
             loader: the loader.
@@ -152,12 +153,13 @@ class LoggedPasses:
         open_pass = OpenPass(loader, training_pass, begun=num_trained)
         self.open.append(open_pass)
 
+        was_left_early = True
         try:
             yield open_pass
-            self._note_exhausted(open_pass)  # not reached if the loop is left early
+            was_left_early = False
+            self._note_exhausted(open_pass)
         finally:
-            # `_note_exhausted` has set this if the loop still holds batches.
-            if not open_pass.only_held_batches_remain:
+            if was_left_early or not open_pass.only_held_batches_remain:
                 self._close(open_pass)
 
     def _note_exhausted(self, open_pass: OpenPass) -> None:

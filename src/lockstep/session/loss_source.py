@@ -162,7 +162,7 @@ class LossSource:
             self._kept = trainable
         return trainable
 
-    def forget_kept_batches(self) -> None:
+    def forget_batches_of_ended_passes(self) -> None:
         """Forgets the batches of ended passes, because the script begins another loop."""
         self._kept = []
 

@@ -128,7 +128,7 @@ class Step:
         return self.training_pass.micro_batch
 
     @property
-    def _no_pass_is_current(self) -> bool:
+    def _is_outside_of_loaders(self) -> bool:
         """True before the first training loop, and once the loaders of all loops have ended."""
         return self.training_pass is self._pass_without_loader
 
@@ -159,7 +159,7 @@ class Step:
 
         if training_pass is self.training_pass:
             return True  # the loop trains on 5a or 5b
-        if not self._no_pass_is_current:
+        if not self._is_outside_of_loaders:
             return False  # the script trains on a batch of another loader
         # The loader has ended. A loop that has fetched everything ahead may still hold 5b.
         return training_pass.holds_more_of_step
@@ -283,21 +283,22 @@ class Step:
         training_pass = delivery.training_pass
         training_pass.batch_in_use = delivery
 
-        has_begun = delivery is training_pass.being_trained
-        if not has_begun:  # the loop had fetched it ahead
-            self._begin_skipped_first_of(delivery)
+        training_has_begun = delivery is training_pass.being_trained
+        if not training_has_begun:  # the loop had fetched it ahead
+            self._begin_global_batch_if_start_was_skipped(delivery)
             check_order(delivery)
             self._begin_delivery(delivery)
-        elif self._no_pass_is_current:
+        elif self._is_outside_of_loaders:
             # In `for batch in loader: pass`, followed by `model(batch)`, the loader has ended, and
-            # its last batch is trained now.
-            self._loss_source.forget_kept_batches()
+            # its last batch is trained now. This call shows so, and the next loss cannot come from
+            # a batch of another pass that has ended.
+            self._loss_source.forget_batches_of_ended_passes()
             self.training_pass = training_pass
 
         # The forward pass has shown that the next loss comes from `being_trained`.
         training_pass.source_of_loss_is_known = True
 
-    def _begin_skipped_first_of(self, delivery: Delivery) -> None:
+    def _begin_global_batch_if_start_was_skipped(self, delivery: Delivery) -> None:
         """Begins the global batch of a delivery if the loop has skipped its first micro-batch."""
         first = delivery.training_pass.skipped_first_of(delivery)
         if first is not None:
@@ -378,7 +379,7 @@ class Step:
     def _make_current(self, training_pass: TrainingPass) -> None:
         """Makes a pass the one that is being trained, and puts it at the end of the open passes."""
         if not self._open_passes:
-            self._loss_source.forget_kept_batches()
+            self._loss_source.forget_batches_of_ended_passes()
         if training_pass in self._open_passes:
             self._open_passes.remove(training_pass)
         self._open_passes.append(training_pass)
@@ -482,8 +483,8 @@ class Step:
         training_pass = self.training_pass
         # `stepped` becomes False again when the next global batch begins.
         is_first_step_of_global_batch = not training_pass.stepped
-        is_outside_of_loader = self._no_pass_is_current
-        if is_first_step_of_global_batch or is_outside_of_loader:
+        is_outside_of_loaders = self._is_outside_of_loaders
+        if is_first_step_of_global_batch or is_outside_of_loaders:
             number_of_this_step = self.number  # from 0
             self.extensions.step_finished(number_of_this_step)
             self.number = number_of_this_step + 1

@@ -840,10 +840,10 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         if self.virtual_ranks is not None:
             advice = base.USE_ALL_IN_EVERY_VIRTUAL_RANK
         else:
-            # The advice for most parameters is `find_unused_parameters`, but this does not help for
-            # weights with sparse gradients. These get another advice.
-            sparse = [name for name in sparse_weights(self.module) if name in missing]
-            advice = _advice_on_unused(sparse)
+            # For weights with sparse gradients, `find_unused_parameters` alone does not help. If
+            # some of the missing parameters are such weights, the advice names them.
+            missing_sparse = [name for name in sparse_weights(self.module) if name in missing]
+            advice = _advice_on_unused(missing_sparse)
         raise UsageError(
             "an optimizer step while some parameters have no gradient",
             f"{len(missing)} of {len(trained)} were not used for the loss: "
@@ -910,10 +910,11 @@ def sparse_weights(module: nn.Module) -> list[str]:
 
 
 def _advice_on_unused(sparse: Sequence[str]) -> str:
-    """Returns advice for parameters that the loss does not use.
+    """Returns the advice on parameters that the loss does not use: `find_unused_parameters`.
 
     Args:
-        sparse: the names of those parameters that have sparse gradients.
+        sparse: the names of those parameters that have sparse gradients; the advice for them comes
+            in addition.
     """
     advice = (
         "use them, freeze them with requires_grad_(False) before world.prepare, or pass "

@@ -191,6 +191,7 @@ class _Bucket:
 
             gradients.append(gradient.reshape(-1))
 
+        # The backend of the group may need the message on another device, as gloo does on a CPU.
         flat = torch.cat(gradients)
         self._message = flat.to(carrier_device(flat.device, self._group))
         self._wait = routing.start_all_reduce(self._message, self._group)

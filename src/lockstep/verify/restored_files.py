@@ -179,9 +179,10 @@ class FilesBefore:
         if S_ISDIR(status.st_mode):
             return _Kept(FOLDER)  # files in the folder are kept by their own paths
 
-        # The file was last modified during the run, although it was not kept. So the run has
-        # created it in a way that is not watched, such as a temporary file.
-        if status.st_mtime >= self._start_time:
+        # A file that the run has created is not restored. It is known by its time: the run would
+        # have kept a file of the user's before it modified it.
+        was_modified_during_run = status.st_mtime >= self._start_time
+        if was_modified_during_run:
             return _Kept(NOT_RESTORED)
 
         if S_ISLNK(status.st_mode):

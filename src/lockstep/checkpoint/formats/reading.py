@@ -271,11 +271,11 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
     if len(indexes) == 1:
         return indexes[0], "index"
 
-    # The single file may be meant. But beside several indexes nothing says what is meant, and the
-    # only file of a damaged checkpoint may not be everything that was saved.
-    has_several_indexes = len(indexes) > 1
-    may_be_damaged_checkpoint = folder.name.startswith(("step-", ".step-"))
-    if file is not None and not has_several_indexes and not may_be_damaged_checkpoint:
+    # A folder that is named like a checkpoint, and has no manifest, is a damaged checkpoint. The
+    # only file that is left of it may not be everything that was saved.
+    is_damaged_checkpoint = folder.name.startswith(("step-", ".step-"))
+    file_has_all_weights = not indexes and not is_damaged_checkpoint
+    if file is not None and file_has_all_weights:
         return file, "safetensors" if file.suffix == ".safetensors" else "torch"
 
     raise unreadable(

@@ -134,7 +134,7 @@ class RankFile:
         """Reads a step of an attempt."""
         location = self.steps_by_attempt[attempt][number]
         content = self.data[location.begin : location.end]
-        return _parse_step(content, location.table, self.has_gradients)
+        return _parse_step(content, location.table, has_virtual_ranks=self.has_gradients)
 
     @property
     def has_gradients(self) -> bool:
@@ -256,35 +256,42 @@ def _add_step(file: RankFile, location: StepLocation) -> None:
     steps[number] = location
 
 
-def _parse_step(content: bytes, table: TensorTable | None, has_gradients: bool) -> RankStep:
+def _parse_step(content: bytes, table: TensorTable | None, *, has_virtual_ranks: bool) -> RankStep:
     """Parses the content of a step.
 
     A *part* of the step is a virtual rank, or this rank if there are no virtual ranks. The fields
-    of `STEP_FIELDS` are followed by numbers of 8 bytes. For 2 parts and 3 parameters: the numbers
-    of the 2 parts, 2 losses, 2 * 3 hashes of gradients, then hashes of weights and of states.
+    of `STEP_FIELDS` are followed by numbers of 8 bytes. For 2 parts, 3 parameters, and 3 hashes of
+    weights:
+
+        numbers 0 to 1      the number of each part
+        numbers 2 to 3      the loss of each part
+        numbers 4 to 9      2 * 3 hashes of gradients
+        numbers 10 to 12    3 hashes of weights
+        numbers from 13     hashes of optimizer states
+
+    A step with only losses has just the first two. Without virtual ranks, none has gradients.
 
     Args:
         content: content of the record, without the letter that it begins with.
         table: tensors that the hashes belong to; None if the step has only losses.
-        has_gradients: True if the run has virtual ranks. Then each step with hashes also has hashes
-            of gradients.
+        has_virtual_ranks: True if the run has virtual ranks.
     """
     num_parts = _read_step_fields(content, 0).num_parts
     numbers = np.frombuffer(content, "<u8", offset=STEP_FIELDS.size)
 
-    step_has_gradients = has_gradients and table is not None
-    hashed = NO_TENSORS if table is None else table
-    gradients_per_part = hashed.num_parameters if step_has_gradients else 0
+    has_hashes = table is not None
+    has_gradients = has_hashes and has_virtual_ranks
+    hashed = table if table is not None else NO_TENSORS
+    gradients_per_part = hashed.num_parameters if has_gradients else 0
 
-    # With 2 parts, 3 parameters and 3 hashes of weights, the lengths are 2, 2, 6 and 3, so the
-    # numbers are cut at 2, 4, 10 and 13. The hashes of states are what remains.
     num_gradients = num_parts * gradients_per_part
-    cuts = np.cumsum([num_parts, num_parts, num_gradients, len(hashed.hashed_weights)])
+    lengths = [num_parts, num_parts, num_gradients, len(hashed.hashed_weights)]  # [2, 2, 6, 3]
+    cuts = np.cumsum(lengths)  # [2, 4, 10, 13]
     parts, losses, gradients, weights, state = np.split(numbers, cuts)
 
     part_numbers = parts.tolist()
     gradients_of_parts: dict[int, Hashes] = {}
-    if step_has_gradients:
+    if has_gradients:
         rows = gradients.reshape(num_parts, gradients_per_part)
         gradients_of_parts = dict(zip(part_numbers, rows, strict=True))
 

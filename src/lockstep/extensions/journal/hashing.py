@@ -438,14 +438,15 @@ class TensorHasher:
         """
         sums = np.empty(len(words), np.int64)
         for begin in range(0, len(words), BLOCKS_AT_ONCE_ON_CPU):
-            # Write word + (word >> 32) into the buffer `self._folded`. So no memory is allocated.
+            # Write word + (word >> 32) into the buffer `self._folded`, which is used again for the
+            # next blocks.
             blocks = words[begin : begin + BLOCKS_AT_ONCE_ON_CPU]
             folded = self._folded[: len(blocks)]
             np.right_shift(blocks, 32, out=folded)
             np.add(folded, blocks, out=folded)
 
             # Multiply each word by its factor, and add up the words of each block. In "bw,w->b", b
-            # stands for the block and w for the word.
+            # stands for the block and w for the word. The result is written into a view of `sums`.
             sums_of_blocks = sums[begin : begin + len(blocks)]
             np.einsum("bw,w->b", folded, self._word_factors, out=sums_of_blocks)
         return sums

@@ -172,10 +172,10 @@ class NetworkAdvice(Extension):
 def _shortest_waiting_by_machine(
     waiting_of_ranks: Sequence[tuple[str, float]],
 ) -> dict[str, float]:
-    """Returns how long the slowest rank of each machine waited in a step.
+    """Returns, for each machine, the shortest time that any of its ranks waited in a step.
 
-    All ranks wait for the network, and the faster ones wait for the slowest rank too. So the
-    shortest waiting time of a machine is that of its slowest rank.
+    That is the time of the machine's slowest rank: all ranks wait for the network, and the faster
+    ones wait for the slowest rank too.
 
     Args:
         waiting_of_ranks: for each rank, its machine and the seconds.

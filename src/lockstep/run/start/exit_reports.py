@@ -140,31 +140,35 @@ class ExitReports:
             exits += report.exits
             earlier_failures.update(report.earlier_failures)
         hangs = [report.hang for report in reports if report.hang is not None]
-        interrupted_reports = [report for report in reports if report.interrupted is not None]
-        interruptions = [report.interrupted for report in interrupted_reports]
 
-        folder = str(self._attempt.folder)
-        if self._attempt.logs_deleted:
-            folder += " (its logs were deleted)"
+        # If the user has interrupted several launchers, this is the own report, as it comes first.
+        interrupted_reports = (report for report in reports if report.interrupted is not None)
+        interrupted_report = next(interrupted_reports, None)
 
         failure = first_failure(
             exits,
             hang=min(hangs, key=lambda hang: hang.found_at, default=None),
-            interrupted=interruptions[0] if interruptions else None,
+            interrupted=interrupted_report.interrupted if interrupted_report else None,
             lost_nodes=self._failures_of_lost_nodes(reports_of_others, exits),
             earlier_failures=earlier_failures,
-            folder=folder,
+            folder=self._folder_for_messages(),
         )
-        if failure is None or failure.kind != "interrupted":
+        if failure is None or interrupted_report is None:
             return failure
 
-        was_interrupted_here = own_report.interrupted is not None
-        if was_interrupted_here or not interrupted_reports:
-            return failure
+        # If the user has interrupted the launcher of another machine, the message says which.
+        was_interrupted_elsewhere = interrupted_report is not own_report
+        if failure.kind == "interrupted" and was_interrupted_elsewhere:
+            headline = f"{failure.headline} on host {interrupted_report.host}"
+            failure = replace(failure, headline=headline)
+        return failure
 
-        # The user has interrupted the launcher of another machine. The message says which.
-        host = interrupted_reports[0].host
-        return replace(failure, headline=f"{failure.headline} on host {host}")
+    def _folder_for_messages(self) -> str:
+        """Returns the folder of the attempt's logs and snapshots, as messages name it."""
+        folder = str(self._attempt.folder)
+        if self._attempt.logs_deleted:
+            folder += " (its logs were deleted)"
+        return folder
 
     def _failures_of_lost_nodes(
         self, reports_of_others: Mapping[int, ExitReport], exits: Sequence[ExitStatus]

@@ -223,7 +223,7 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
     heartbeat = read_heartbeat(evidence.heartbeat)
 
     error: ErrorRecord | None = None
-    printed: PrintedError | None = None
+    printed_traceback: PrintedError | None = None
     crash = Crash()
     oom: Literal["certain", "likely"] | None = None
     oom_detail: str | None = None
@@ -237,7 +237,7 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
 
         # A program that has recorded no exception may have printed one.
         if error is None and code > 0:
-            printed = printed_error(last_lines)
+            printed_traceback = printed_error(last_lines)
 
         # Python may have written its stacks at a fatal signal.
         stderr_log = log_path(process.folder, "stderr")
@@ -270,7 +270,7 @@ def exit_status_of(process: Process, before: OomCounts, root: Path = Path("/")) 
         crash_line=crash.line,
         stacks_file=crash.stacks_file,
         last_lines=crash.last_lines[-_REPORTED_LINES:],
-        printed=printed,
+        printed_traceback=printed_traceback,
         step=heartbeat.steps if heartbeat and heartbeat.steps else None,
         made_no_step=heartbeat is not None and heartbeat.steps == 0,
         ran_s=process.ended_at - process.started_at if process.started_at else None,

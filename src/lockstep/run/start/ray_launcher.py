@@ -38,40 +38,40 @@ def main(arguments: Sequence[str]) -> int:
         The exit code.
     """
     folder = Path(os.environ.pop(ray_call.FOLDER_VARIABLE))
-    content = (folder / ray_call.CALL_NAME).read_bytes()
+    call_file = (folder / ray_call.CALL_NAME).read_bytes()
 
     # While the ranks run there is no folder, so nothing stays behind if this process is killed.
     shutil.rmtree(folder)
-    outcome = _run(content, arguments)
+    outcome = _run(call_file, arguments)
     folder.mkdir(mode=0o700)
     with open(folder / ray_call.OUTCOME_NAME, "wb") as file:
         pickle.dump(outcome, file)
     return outcome.error.exit_code if outcome.error else 0
 
 
-def _run(content: bytes, arguments: Sequence[str]) -> CallOutcome:
+def _run(call_file: bytes, arguments: Sequence[str]) -> CallOutcome:
     """Runs the ranks, and returns what they have returned, or the error."""
-    facts = ray_call.read_facts(content)
+    facts = ray_call.read_facts(call_file)
     facts.apply()
     try:
-        return CallOutcome(values=_run_ranks(content, facts, arguments))
+        return CallOutcome(values=_run_ranks(call_file, facts, arguments))
     except LockstepError as error:
         return CallOutcome(error=error)
 
 
-def _run_ranks(content: bytes, facts: CallFacts, arguments: Sequence[str]) -> list[Any]:
+def _run_ranks(call_file: bytes, facts: CallFacts, arguments: Sequence[str]) -> list[Any]:
     """Runs the ranks of this node until they end, and returns the pickled value of each.
 
     Args:
-        content: the whole file with the call, as it was sent to this node: first the facts, then
-            the pickled function of the user and its arguments.
-        facts: the facts in this file.
+        call_file: the content of the file with the call, as it was sent to this node. The ranks get
+            all of it: the facts, and the pickled function of the user with its arguments.
+        facts: the facts in this file, which this launcher needs itself.
         arguments: the arguments of this launcher: --nproc and torchrun's flags.
     """
     plan = _make_plan(facts, arguments)
 
     # What a rank runs: `run_sent_call`, which calls the user's function.
-    pickled_call = pickle.dumps(functools.partial(run_sent_call, content))
+    pickled_call = pickle.dumps(functools.partial(run_sent_call, call_file))
     modules_to_import = {*facts.modules, PICKLER}  # PICKLER unpickles the user's function
     return run_in_fresh_processes(
         pickled_call,

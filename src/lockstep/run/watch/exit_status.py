@@ -42,7 +42,7 @@ class ExitStatus:
     """The file that has Python's stacks from that moment; empty if there is none."""
     last_lines: tuple[str, ...] = ()
     """The end of its standard error."""
-    printed: PrintedError | None = None
+    printed_traceback: PrintedError | None = None
     """The last traceback in its standard error, if it has recorded no exception."""
     step: int | None = None
     """The optimizer steps that it had made; None if it made none or if that is not known."""

@@ -257,20 +257,20 @@ def _advise_on_network(text: str) -> str:
 def _error_text(end: ExitStatus) -> str:
     """Returns the text in which known errors are searched for.
 
-    These are the messages of the recorded exception or, if there is none, the end of the rank's
-    output.
+    These are the messages of the recorded exception. If none was recorded, they are the message of
+    the traceback that the rank has printed, and the end of its output.
     """
     error = end.error
     if error is None:
-        lines_of_traceback: tuple[str, ...] = ()
-        if end.printed is not None:  # a traceback was found in the output
-            lines_of_traceback = end.printed.text
-        return "\n".join([*lines_of_traceback, *end.last_lines])
+        lines_of_message: tuple[str, ...] = ()
+        if end.printed_traceback is not None:
+            lines_of_message = end.printed_traceback.message_lines
+        return "\n".join([*lines_of_message, *end.last_lines])
 
     lines = [f"{error.type}: {error.message}", *error.chain]
 
-    # One pattern looks for a certain line of a traceback, so that line is added. The others look
-    # for messages, and could match the source code in a traceback by chance.
+    # The traceback as a whole is not searched: a pattern could match its source code by chance.
+    # Only one pattern, that of full shared memory, needs a line of it.
     if _LINE_THAT_MAKES_SEMAPHORE in error.traceback:
         lines.append(_LINE_THAT_MAKES_SEMAPHORE)
     return "\n".join(lines)

@@ -395,8 +395,8 @@ def _lost_peer(end: ExitStatus) -> LostPeer | None:
     if was_aborted:
         return find_lost_peer(end.last_lines)
 
-    if end.printed is not None:
-        return find_lost_peer(end.printed.text)
+    if end.printed_traceback is not None:
+        return find_lost_peer(end.printed_traceback.message_lines)
     return None
 
 
@@ -703,8 +703,8 @@ def _user_line(end: ExitStatus) -> str | None:
     """
     if end.error is not None:
         return end.error.line
-    if end.printed is not None:
-        return end.printed.line
+    if end.printed_traceback is not None:
+        return end.printed_traceback.line
     return end.crash_line
 
 
@@ -713,8 +713,8 @@ def _headline_without_error(end: ExitStatus) -> str:
     if end.code <= 0:  # ended by a signal: `killed by SIGKILL`
         return end.how
     headline = f"{end.how}; no exception was recorded"
-    if end.printed is not None:
-        headline += f". The last traceback in its standard error: {end.printed.headline}"
+    if end.printed_traceback is not None:
+        headline += f". The last traceback in its standard error: {end.printed_traceback.headline}"
     return headline
 
 
@@ -745,7 +745,9 @@ def _last_lines(end: ExitStatus) -> tuple[str, ...]:
     lines = end.last_lines[-_MAX_LAST_LINES:]
     if not lines:
         return ()
-    if end.printed is not None and any(end.printed.headline in line for line in lines):
+    if end.printed_traceback is not None and any(
+        end.printed_traceback.headline in line for line in lines
+    ):
         return ()
     return ("its last lines:", *(f"  {line}" for line in lines))
 

@@ -70,16 +70,16 @@ def _merge_equal_rows(verdict: Verdict) -> list[list[Row]]:
     Returns:
         The entries, each a list of rows.
     """
-    rows_on_one_host: dict[object, list[Row]] = defaultdict(list)
+    rows_of_host_and_content: dict[object, list[Row]] = defaultdict(list)
     for row in verdict.rows:
-        rows_on_one_host[row.host, row.content].append(row)
-    if len(rows_on_one_host) <= MAX_ENTRIES_SHOWN:
-        return list(rows_on_one_host.values())
+        rows_of_host_and_content[row.host, row.content].append(row)
+    if len(rows_of_host_and_content) <= MAX_ENTRIES_SHOWN:
+        return list(rows_of_host_and_content.values())
 
-    rows_on_any_host: dict[object, list[Row]] = defaultdict(list)
+    rows_of_content: dict[object, list[Row]] = defaultdict(list)
     for row in verdict.rows:
-        rows_on_any_host[row.content].append(row)
-    entries = list(rows_on_any_host.values())
+        rows_of_content[row.content].append(row)
+    entries = list(rows_of_content.values())
     if len(entries) <= MAX_ENTRIES_SHOWN:
         return entries
 

@@ -38,7 +38,7 @@ class PrintedError:
     """The exception's type and the first line of its message, as printed."""
     line: str | None
     """The user's innermost line, `file:line: code`."""
-    text: tuple[str, ...]
+    message_lines: tuple[str, ...]
     """The headline and the lines after it."""
 
 
@@ -68,7 +68,7 @@ def printed_error(lines: Sequence[str]) -> PrintedError | None:
             return PrintedError(
                 headline=text.rstrip(),
                 line=user_line,
-                text=tuple(block[index : index + _MAX_LINES]),
+                message_lines=tuple(block[index : index + _MAX_LINES]),
             )
 
     return None

@@ -37,16 +37,16 @@ _PACKAGE_PARENT = str(Path(__file__).parents[3])
 def watch_script_processes(folder: Path) -> None:
     """Makes the launcher see all processes that this process will start by multiprocessing.
 
-    A process of `mp.spawn` is a rank from its beginning. A `Process` becomes one when it opens a
+    A process of `mp.spawn` is a rank from its beginning. A `Process` becomes a rank when it opens a
     process group.
 
     Args:
-        folder: the folder of this rank, in which theirs are created.
+        folder: the folder of this rank, in which the folders of these processes are created.
     """
     starter = _WatchedStarter(folder)
 
-    # `starter.start_process` itself could not replace the method `Process.start`: Python gives the
-    # process, as `self`, only to a plain function.
+    # A plain function gets the process as `self`. The bound method `starter.start_process` would
+    # not.
     def start(process: BaseProcess) -> None:
         """Replaces `Process.start`."""
         starter.start_process(process)
@@ -59,7 +59,7 @@ class _WatchedStarter:
     """Starts the processes of a script, and gives each a folder for its probe.
 
     Args:
-        folder: the folder of this rank, in which theirs are created.
+        folder: the folder of this rank, in which the folders of the processes are created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,13 +107,16 @@ class _WatchedStarter:
         if all_earlier_ones_have_ended:  # a new group begins
             self._number_of_present_group = next(self._group_numbers)
 
-        # The child process gets a copy of `process`, by pickle or fork, and calls `process.run`. An
-        # attribute of this name hides the method there: it installs the probe, then calls the
-        # method. In this process it is not needed after the start.
+        # The child process gets a copy of `process`, by pickle or fork, and calls `process.run`. So
+        # set an attribute `run` of this object, which the child finds before the method.
         late_probe = _LateProbe(self._folder, self._number_of_present_group)
-        process.run = partial(_run_process, late_probe, process.run)  # type: ignore[method-assign]
+        original_run = process.run
+        run_with_probe = partial(_run_process, late_probe, original_run)
+        process.run = run_with_probe  # type: ignore[method-assign]
         self._original_start(process)
-        del process.run  # the attribute refers to the process, and would keep it alive
+
+        # This process does not need the attribute. It refers to `process`, and would keep it alive.
+        del process.run
 
 
 def replace_start_processes(replacement: Callable[..., Any]) -> None:

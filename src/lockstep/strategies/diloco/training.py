@@ -257,8 +257,8 @@ class DiLoCoTraining(Extension):
         Args:
             micro_batch: not needed here; all extensions get it.
         """
-        # Not the one of the loss: a loop may have got the next micro-batch already, and its
-        # optimizer then steps after that one.
+        # The argument is the micro-batch of the loss. A loop may have got the next micro-batch
+        # before its backward pass. Its optimizer then steps after that later micro-batch.
         latest_micro_batch = self._step.micro_batch
         if not latest_micro_batch.closes_step:  # more micro-batches follow before the step
             return

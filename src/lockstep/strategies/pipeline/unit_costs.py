@@ -145,13 +145,12 @@ def _measure_call(
     args, kwargs = arguments
     activations = saved_activations.measure(module, units, args, kwargs)
 
-    # What each unit keeps for the backward pass: by the number of the unit, the bytes of each
-    # storage, for example {0: {storage: 4096, ...}, 2: {...}}. Unit 1 was not called.
-    storages_of_unit = activations.inside
+    # The units are the blocks here. If unit 1 was not called, `activations_of_block` is
+    # {0: {storage: 4096, ...}, 2: {...}}: for each unit, the bytes of each storage that it keeps.
     activation_bytes: list[int] = []
     for number in range(len(units)):
-        bytes_of_storages = storages_of_unit.get(number, {})
-        activation_bytes.append(sum(bytes_of_storages.values()))
+        bytes_of_storage = activations.activations_of_block.get(number, {})
+        activation_bytes.append(sum(bytes_of_storage.values()))
 
     seconds = _time_units(module, units, arguments, device)
     return seconds, activation_bytes

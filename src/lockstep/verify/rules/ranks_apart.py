@@ -58,7 +58,8 @@ def parameters_apart(case: Divergence) -> Cause:
     Needs: `parameter_sums`; `parameters` and `write_stacks` for the evidence.
     Applies: always, as it is only called if the parameters differ.
     False positives: none known.
-    Evidence: which ranks, whether the last step made them differ, and the lines that wrote to them.
+    Evidence: which ranks, whether the previous step made them differ, and the lines that wrote to
+        them.
     """
     # By parameter, the ranks whose values before the step differ: {"fc.weight": [1, 3]}.
     ranks_by_name = case.actual.replicas_that_differ()
@@ -78,11 +79,13 @@ def parameters_apart(case: Divergence) -> Cause:
     previous_update = case.parallel_run[case.update_index - 1]
     ranks_apart_by_name = previous_update.ranks_that_differ("parameters", case.tolerance)
     if ranks_apart_by_name:
-        sentence_on_last_step = "the last step has left them so"
+        sentence_on_previous_step = "the previous step has left them so"
     else:
-        sentence_on_last_step = "the last step itself left all ranks with the same"
+        sentence_on_previous_step = (
+            "the previous step itself left all ranks with the same parameters"
+        )
 
-    return Cause("LS304", (sentence, sentence_on_last_step, *writes))
+    return Cause("LS304", (sentence, sentence_on_previous_step, *writes))
 
 
 @dataclass(frozen=True)
