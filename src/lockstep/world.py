@@ -166,7 +166,7 @@ class World:
             if known_error is not None:
                 raise known_error
 
-            # Raise Python's own error. If a property has raised an AttributeError, it is that one.
+            # Raise Python's own error, or the AttributeError that a property has raised.
             return self.__getattribute__(name)
 
     def __enter__(self) -> World:

@@ -57,7 +57,7 @@ class FolderView:
 def find_latest_sound(folder: Path) -> FolderView:
     """Finds the latest sound checkpoint of a folder, and says why later ones were skipped.
 
-    From the newest checkpoint down to that one, all files are read to compare their checksums.
+    From the newest checkpoint down to the result, all files are read to compare their checksums.
 
     Raises:
         CheckpointError: `folder` is a file or cannot be read.

@@ -39,8 +39,8 @@ MAX_ATTEMPTS = 6
 ATTEMPT_INTERVAL_S = 0.02
 MAX_WAIT_FOR_EARLIER_ATTEMPT_S = 120.0
 """How long a run that was restarted waits for the lock of its earlier attempt. A machine that was
-cut off from the others ends its ranks some seconds after the others have restarted theirs. If it
-was lost, a file server may keep its locks for 90 s."""
+cut off from the others ends its ranks some seconds after the others have restarted. If it was
+lost, a file server may keep its locks for 90 s."""
 RUN_IDS_OF_MANY_RUNS = ("", "none")
 """Ids that do not tell a run from others: that of a run without a launcher, and torchrun's default
 for several machines."""
@@ -412,7 +412,7 @@ def _seems_alive_on_other_machine(run: Mapping[str, Any], path: Path) -> bool:
     """
     # If that run was started again as this one, its former processes save no more. Either their
     # machine is lost, and a save needs all ranks. Or they still run; then they will see before
-    # their next save that the lock file is no longer theirs.
+    # their next save that the lock file belongs to this run.
     if _is_replaced_by_this_attempt(run, _describe_this_process()):
         return False
     age_s = time.time() - path.stat().st_mtime
@@ -441,8 +441,8 @@ def _is_of_earlier_attempt(text: bytes) -> bool:
 def _is_replaced_by_this_attempt(run: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     """Returns True if this process continues the run that has written a lock file.
 
-    That is so if the launcher has restarted the ranks of that run since, or if Slurm has started
-    its job again, as it does after it has lost a machine.
+    It does if the launcher has restarted the ranks of that run since, or if Slurm has started the
+    job of that run again, as Slurm does after it has lost a machine.
 
     Args:
         run: the content of the lock file, see `_describe_this_process`.

@@ -3,7 +3,7 @@
 DDP and DataParallel put `module.` before every name below them, `torch.compile` puts `_orig_mod.`,
 and users' own classes put `model.` or `net.`. No prefix is removed blindly: every combination of
 removing such prefixes from the names in the file and adding others is compared with the names in
-the model, and the one that makes most names equal is used.
+the model, and the combination that makes most names equal is used.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def save_weights(
 def _warn_of_ending(path: Path) -> None:
     """Warns that a file of weights has the ending of a file of `torch.save`.
 
-    It does so once for each path, because a script may save in every epoch.
+    The warning comes once for each path, because a script may save in every epoch.
     """
     warn(
         f"saving weights to {path}",

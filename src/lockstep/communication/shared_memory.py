@@ -949,7 +949,8 @@ class SharedMemory:
         """Waits until all ranks have arrived. Each rank waits at a semaphore of its own.
 
         Up to 8 ranks post each other's semaphores on arrival. With more ranks, all others post the
-        semaphore of the first rank, which waits for all these posts and then posts theirs.
+        semaphore of the first rank. The first rank waits for these posts, and then posts the
+        semaphores of the others.
         """
         for semaphore in barrier.posted_on_arrival:
             self._semaphores.post(semaphore)

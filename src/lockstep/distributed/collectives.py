@@ -844,8 +844,8 @@ T = TypeVar("T")
 def run_on_all_ranks(collectives: Collectives, action: str, work: Callable[[], T]) -> T:
     """Calls `work` and returns its result. If `work` raises on one rank, all ranks raise.
 
-    Otherwise a rank would go on and wait forever for the one that has failed. All ranks must call
-    this.
+    Otherwise a rank would go on, and wait forever for the rank that has failed. All ranks must call
+    this function.
 
     Args:
         collectives: the collectives of the run.

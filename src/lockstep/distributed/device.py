@@ -166,7 +166,7 @@ def _is_mig_slice(index: int) -> bool:
 def _nccl_shares_gpus(environ: Mapping[str, str]) -> bool:
     """Returns True if NCCL lets several ranks use one GPU.
 
-    It does so since version 2.30 if NCCL_MULTI_RANK_GPU_ENABLE is 1.
+    NCCL does since version 2.30, if NCCL_MULTI_RANK_GPU_ENABLE is 1.
 
     Source: NCCL's "Environment Variables", NCCL_MULTI_RANK_GPU_ENABLE.
     """

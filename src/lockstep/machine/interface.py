@@ -111,8 +111,8 @@ def _interface_between_machines(
     else:
         return None, f"the host name resolves to {hostname_address}, which other machines can reach"
 
-    # The interface that reaches the master. Gloo uses its first address, so that one must not be
-    # loopback.
+    # The interface that reaches the master. Gloo uses its first address, so the first one must not
+    # be loopback.
     interface = find_interface(addresses, lambda address: address == address_reaching_master)
     if interface is not None and not is_loopback_address(addresses[interface][0]):
         return interface, f"{problem}; {interface} ({address_reaching_master}) reaches the master"
@@ -225,7 +225,7 @@ def use_gloo_interface(name: str | None, ranks: int = 1) -> None:
 def forget_loopback_of_launcher(addresses: Addresses) -> None:
     """Unsets GLOO_SOCKET_IFNAME if `lockstep run` has set it to the loopback interface.
 
-    `lockstep run` does so if it starts a single process. The script may then let this process join
+    `lockstep run` sets it if it starts a single process. The script may then let this process join
     processes on other machines (`tcp://`), which cannot be reached over loopback.
 
     Args:

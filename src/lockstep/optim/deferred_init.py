@@ -149,7 +149,7 @@ class Recording:
         self.calls: list[_Call | _StreamBegins] = []
         self.state_at_end: Tensor | None = None
         """The state of the random stream when the latest context ended. If the next context begins
-        with this state, it continues where that one ended, as on the CPU."""
+        with this state, it continues where the latest one ended, as on the CPU."""
         self._state_now: Tensor | None = None
         """The state of the process's random stream, which does not advance within a context."""
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -257,8 +257,8 @@ class Recording:
             args: its further positional arguments.
             kwargs: its keyword arguments.
         """
-        # If the script has seeded the random stream since the last draw, the replay must do so too
-        # before it calls the function.
+        # If the script has seeded the random stream since the last draw, the replay must seed it
+        # too before it calls the function.
         self._record_seeding()
 
         key = storage_key(tensor)

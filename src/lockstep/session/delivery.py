@@ -197,8 +197,8 @@ class TrainingPass:
     def all_batches_have_one_factor(self) -> bool:
         """True if it makes no difference for a loss on which of its batches the loop trains next.
 
-        That is so if each batch has an optimizer step of its own and all have the same factor, for
-        example two batches of 32 samples, of which this rank has 16.
+        It makes none if each batch has an optimizer step of its own and all have the same factor,
+        for example two batches of 32 samples, of which this rank has 16.
         """
         if self.being_trained is None or not self.being_trained.micro_batch.is_only_of_step:
             return False
@@ -236,8 +236,8 @@ class TrainingPass:
     def may_go_on(self) -> bool:
         """True if the loader has ended, and the loop may still train on batches that it holds.
 
-        Loops do so that fetch ahead, or have fetched everything with `list(loader)`. Any other loop
-        has skipped its untrained batches.
+        A loop may, if it fetches ahead, or has fetched everything with `list(loader)`. Any other
+        loop has skipped its untrained batches.
         """
         trains_later = self.fetches_ahead or self.num_trained == 0
         return self.holds_batches_of_exhausted_loader and trains_later
@@ -402,13 +402,13 @@ def check_order(delivery: Delivery) -> None:
 
     - 1b may only follow an earlier micro-batch of the same global batch, 1a.
     - 2a may follow 1b, which is the last micro-batch of its global batch. It may also follow any
-      micro-batch that got no backward pass, such as 1a: the loop has skipped that one.
+      micro-batch that got no backward pass, such as 1a: the loop has skipped 1a.
 
     Args:
         delivery: the delivery on which training is about to begin.
     """
     # Training on `delivery` has not begun, so the pass still trains on `previous`, and has counted
-    # the backward passes of that one.
+    # the backward passes of `previous`.
     training_pass = delivery.training_pass
     previous = training_pass.being_trained
     num_backwards_of_previous = training_pass.num_backwards

@@ -273,7 +273,7 @@ class PreparedModule:
     switched off for `lockstep verify`, which prints the clause. Empty if there is none."""
     replaced_parameters: Sequence[tuple[nn.Parameter, nn.Parameter | None]] = ()
     """Pairs of a parameter that was removed from the user's module and the parameter that replaced
-    it (None if that one is on another rank). Optimizers must not hold removed parameters."""
+    it (None if the new one is on another rank). Optimizers must not hold removed parameters."""
     may_unfreeze: bool = False
     """True if the user may later unfreeze parameters that are frozen now."""
     unsharded_parameters: Sequence[nn.Parameter] = ()

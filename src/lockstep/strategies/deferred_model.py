@@ -909,7 +909,7 @@ def _record_reset(
 def _record_buffer_inits(module: nn.Module, without_source: Mapping[int, Tensor]) -> None:
     """Records how models of transformers compute buffers that are in no file, such as `inv_freq`.
 
-    They do so in `_init_weights(submodule)`, a method of the model. The caller has entered
+    They are computed by `_init_weights(submodule)`, a method of the model. The caller has entered
     `deferred_init`, so the calls made here are recorded. For the submodules of a model within
     another model, the method of the outer model is called first, and then that of the inner model,
     whose values remain.

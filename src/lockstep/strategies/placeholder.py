@@ -202,7 +202,7 @@ class _PlaceholderHooks(RunHook):
 def _without_side_effects(module: nn.Module) -> Iterator[None]:
     """A context for a forward pass that must not change buffers and random streams.
 
-    SyncBatchNorm layers, which ignore placeholders by themselves, compute as usual: all ranks do so
+    SyncBatchNorm layers, which ignore placeholders by themselves, compute as usual, on all ranks
     together. Other normalisation layers compute as in evaluation, because in training a batch of
     one sample may be an error. BatchNorm without running statistics, which takes those of the batch
     in evaluation too, gets some. At the end, all buffers of the model are restored except those of

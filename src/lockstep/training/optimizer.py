@@ -292,7 +292,8 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
     def clear_if_postponed(self) -> None:
         """Clears gradients of a global batch whose step was left out, before the next begins.
 
-        It does so if `zero_grad()` was postponed and the optimizer has not stepped since.
+        The gradients are cleared if `zero_grad()` was postponed and the optimizer has not stepped
+        since.
         """
         postponed_in = self._step_with_postponed_clearing
         if postponed_in is not None and postponed_in != self.step_calls.key_of_latest_step:

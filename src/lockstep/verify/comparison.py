@@ -349,7 +349,7 @@ class Comparison:
             seconds=None,  # no time limit, since the number of steps is known
         )
         # A script that was stopped on several processes is stopped after the same number of steps.
-        # A script that ended by itself does so again, at the end of the same batches.
+        # A script that ended by itself ends again, at the end of the same batches.
         was_stopped = bool(run_on_several.stopped_at)
         if was_stopped:
             reference_config = replace(reference_config, steps=run_on_several.steps)

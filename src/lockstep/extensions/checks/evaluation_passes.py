@@ -85,7 +85,7 @@ class EvaluationPassesCheck(Check):
     def close(self, failed: bool) -> None:
         """Compares the passes after the last collective of the run.
 
-        Each rank writes its passes to the store of the run. The rank that is the last to do so
+        Each rank writes its passes to the store of the run. The rank that is the last to write
         compares them, and warns. So no rank waits for another, which may still evaluate for an
         hour.
         """
@@ -101,8 +101,8 @@ class EvaluationPassesCheck(Check):
         """Writes the passes of this rank to the store of the run.
 
         Returns:
-            On the last rank that does so: for each rank, its passes over each loader, as in
-            `_compare`. None on the others, or if the store is gone.
+            On the rank that is the last to write: for each rank, its passes over each loader, as in
+            `_compare`. None on the other ranks, or if the store is gone.
         """
         joined = self.run.joined  # tells how to reach the store of the run
         if joined is None:

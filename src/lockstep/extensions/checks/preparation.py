@@ -214,7 +214,7 @@ class PreparationCheck(Check):
     def _send_and_compare_checksums(self, model: UnpreparedModel) -> bool:
         """Writes the checksums of a model to the store of the run. Later calls do nothing.
 
-        The last rank that does so compares the checksums of all ranks.
+        The rank that is the last to write compares the checksums of all ranks.
 
         Returns:
             True on that rank if the ranks have begun with equal parameters and have different ones

@@ -398,7 +398,7 @@ class DeviceCheck(Extension):
     def _recomputed_digests(self) -> dict[int, str]:
         """Returns, by rank, digests of the results of the disputed virtual rank.
 
-        All ranks have computed it again. The dictionary is empty if a rank could not do so.
+        All ranks have computed it again. The dictionary is empty if a rank could not compute it.
         """
         bits_of_ranks: list[BitSums | None] = self._exchange_bits(self._disputed_result)
         digest_of_rank: dict[int, str] = {}
@@ -674,9 +674,9 @@ def _differing_names(bits_a: BitSums, bits_b: BitSums) -> list[str]:
 def _merge_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
     """Returns one verdict for several tensors, each of which has a verdict of its own.
 
-    A verdict is `Kind.WRONG` if a majority of ranks has the same bits. If this is so for all
-    tensors, the result names every rank that is wrong in one of them. Otherwise the result is the
-    first verdict without a majority.
+    A verdict is `Kind.WRONG` if a majority of ranks has the same bits. If the verdicts on all
+    tensors are, the result names every rank that is wrong in one of them. Otherwise the result is
+    the first verdict without a majority.
     """
     wrong_ranks: set[int] = set()
     for verdict in verdicts:

@@ -238,8 +238,8 @@ def without_replaced_nodes(nodes: Iterable[Node]) -> list[Node]:
 
     A launcher that is started again gets a new node, with the rank of its old one. In an elastic
     run, an older node may also get the rank of a newer one that was lost. Of the nodes of a rank,
-    one is returned: the newest that is here or, if none is, the one that worked longest. Nodes
-    without a rank are all returned.
+    one is returned: the newest that is here or, if none is here, the node that worked longest.
+    Nodes without a rank are all returned.
     """
     nodes = list(nodes)
     node_of_rank: dict[int, Node] = {}

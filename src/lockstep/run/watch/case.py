@@ -219,9 +219,9 @@ class Case:
 def may_wait_in(activity: Activity, call: CollectiveCall) -> bool:
     """Returns True if a rank may be waiting in this call.
 
-    That is so if the call is pending, or if it is the one that the rank is known to be in. Calls
-    are compared by group and number: the objects may differ, because only one of two snapshots may
-    have recorded the stack of the call.
+    It may if the call is pending, or if the rank is known to be in this call. Calls are compared by
+    group and number: the objects may differ, because only one of two snapshots may have recorded
+    the stack of the call.
     """
     candidates = activity.state.pending_calls()
     if activity.call is not None:

@@ -10,7 +10,7 @@ A follower is a consequence if a root came before it, or was noticed up to `CAUS
 later: sockets close before a process is gone. Ranks that Lockstep ended itself are never a root.
 
 If there is no such root, a connection has failed, or a rank was waited for in vain. A rank that
-gave up waiting ends, and closes its connections: ranks that lost theirs are consequences of that.
+gave up waiting ends, and closes its connections: ranks that lost a connection are consequences.
 
 Two roots cannot be put in order if they are within `SAME_TIME_S` on one host, or within
 `CAUSE_MAX_DELAY_S` on two hosts, whose clocks differ. Then all of them are named together.
@@ -251,7 +251,8 @@ def _explain_followers(
     gave_up = [end for end in unexplained if not _lost_connection(end)]
     own_failures = [_root_of_unexplained(end) for end in gave_up]
 
-    # 2. A rank that lost a connection may have lost it to one of these: their ends closed theirs.
+    # 2. A rank that lost a connection may have lost it to a rank that gave up: each of those closed
+    # its connections when it ended.
     lost_connection = [end for end in unexplained if _lost_connection(end)]
     possible_causes = [*roots, *own_failures]
     for end in lost_connection:

@@ -78,9 +78,9 @@ def _find_last_heading(lines: Sequence[str]) -> int | None:
     """Returns the index of the last traceback's heading, or None if there is no traceback.
 
     If the last traceback is that of an exception group, the result is the heading of the first
-    exception in the group, as that one says most about the cause; or that of the group, if no
-    exception is printed in it. Python prints a group with a plus sign before its heading, and a bar
-    before each line inside it, even the heading of another traceback:
+    exception in the group, which says most about the cause. If no exception is printed in the
+    group, the result is the heading of the group. Python prints a group with a plus sign before
+    its heading, and a bar before each line inside it, even the heading of another traceback:
 
           + Exception Group Traceback (most recent call last):
           |   File "train.py", line 9, in <module>

@@ -69,7 +69,7 @@ def _add_answer(state: RankState, answer: Mapping[str, Any], main_thread: int) -
         stacks[int(thread)] = tuple(Frame(*fields) for fields in frames)
 
     # The stack of the main thread is taken from the answer, if the main thread is known. Otherwise
-    # the one that is already known is kept, which the rank may have written at a signal.
+    # the stack that is already known is kept, which the rank may have written at a signal.
     main_stack = state.stack
     if main_thread in stacks:
         main_stack = stacks.pop(main_thread)

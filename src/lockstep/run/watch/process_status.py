@@ -73,7 +73,7 @@ def read_process(pid: int, root: Path = _PROC) -> ProcessStatus | None:
         return None
 
     # The main thread may have ended before the process. Then the state of the process stands for
-    # that of the main thread, and the rest is not known.
+    # that of the main thread, whose processor time and context switches are not known.
     main_state = state_of_process
     main_cpu_s = None
     main_context_switches = None
@@ -390,8 +390,8 @@ def _read_threads(
 def _all_go_on_sleeping(threads: _ThreadsOfRank) -> bool:
     """Returns True if all threads of a rank sleep, and go on sleeping while their stacks are read.
 
-    The main thread does so if it has slept the whole time. In a futex it may wake up now and then,
-    every 5 ms if it waits for Python's own lock, but it sleeps again at once.
+    The main thread goes on sleeping if it has slept the whole time. In a futex it may wake up now
+    and then, every 5 ms if it waits for Python's own lock, but it sleeps again at once.
     """
     all_sleep = threads.states.issubset({"S", "D"})
     return all_sleep and (threads.main_has_not_switched or threads.main_is_in_futex)
@@ -400,8 +400,8 @@ def _all_go_on_sleeping(threads: _ThreadsOfRank) -> bool:
 def _main_is_not_disturbed_by_signal(threads: _ThreadsOfRank) -> bool:
     """Returns True if the main thread of a rank does something that a signal cannot disturb.
 
-    That is so if it has computed for a while, or has slept in a futex without a timeout: the kernel
-    continues such a sleep after the signal.
+    A signal does not disturb a thread that has computed for a while, or has slept in a futex
+    without a timeout: the kernel continues such a sleep after the signal.
     """
     computes = threads.main_state == "R"
     waits_without_timeout = threads.main_is_in_futex and not threads.main_may_time_out

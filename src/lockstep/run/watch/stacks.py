@@ -258,8 +258,8 @@ _WAITING_FUNCTIONS = {
     _DDP: {"_distributed_broadcast_coalesced"},
     "torch/distributed/pipelining/schedules.py": {"_wait_batch_p2p", "_batch_p2p"},
 }
-# Some functions look again and again for the other ranks while they wait. Each time that they are
-# seen, other frames may be inside theirs, which say nothing.
+# Some functions look again and again for the other ranks while they wait. Each time that such a
+# function is seen, other frames may be inside its frame. They say nothing.
 _POLLING_FUNCTIONS = {
     _SHARED_MEMORY: {"_wait"},
     _JOINING: {"_exchange_on_this_machine"},

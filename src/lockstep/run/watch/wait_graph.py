@@ -189,8 +189,7 @@ def build_wait_graph(activities: Mapping[int, Activity], table: CallTable) -> Wa
 def _calls_waited_in(activity: Activity) -> list[CollectiveCall]:
     """Returns the collectives that a waiting rank may be waiting in.
 
-    A rank may have started several asynchronous ones, any of which may be the one that does not
-    complete.
+    A rank may have started several asynchronous collectives. Any of them may fail to complete.
 
     Returns:
         The calls. Empty if they are not known, or if the rank waits in a send or receive.
@@ -212,7 +211,7 @@ def _sender_waited_for(activity: Activity, table: CallTable) -> int | None:
     Returns:
         The sender, or None if it is not known.
     """
-    # If the process waits, and not its GPU, it may do so in another call than the recorded one:
+    # If the process waits, and not its GPU, it may wait in another call than the recorded one:
     # sends and receives over Gloo are not recorded.
     process_waits = activity.wait.op != ""
     if not activity.waits_in_p2p or activity.call is None or process_waits:
@@ -453,7 +452,7 @@ def recognize_possible_progress(
 def _stack_that_may_continue(state: RankState) -> stacks.Stack | None:
     """Returns the stack of a thread of a rank that may go on until it makes a call.
 
-    Only other threads than the main thread are looked at, as that one waits.
+    Only other threads than the main thread are looked at, as the main thread waits.
 
     Returns:
         The stack of the first such thread; None if there is none.

@@ -289,8 +289,8 @@ class PipelinedModule(ModuleWrapper):
         self._drop_unfinished()
         batch = self._global_batch  # None between two global batches
 
-        # If all losses were given, this call begins another global batch. A loop that calls the
-        # model several times for each batch of the loader does so.
+        # If all losses were given, this call begins another global batch, as in a loop that calls
+        # the model several times for each batch of the loader.
         if batch is not None:
             all_losses_were_given = batch.num_losses_given == batch.num_micro_batches
             if not all_losses_were_given:

@@ -329,8 +329,8 @@ class Wire:
     ) -> bool:
         """Returns True if the receiver posts the receives of the next message now.
 
-        It does so if two messages in a row had the same specs, because the next one will most
-        likely have them, too. Both sides come to the same result.
+        The receiver does if two messages in a row had the same specs, because the next message will
+        most likely have them, too. The sender comes to the same result.
 
         Args:
             specs: the specs of the present message.

@@ -202,7 +202,7 @@ class ForwardRecorder:
 
         update = self.state.update
         # The script should call the DDP wrapper. If it goes past the wrapper and calls the module
-        # inside, the gradients are not averaged. The first line that does so is recorded.
+        # inside, the gradients are not averaged. The first line with such a call is recorded.
         is_inside_ddp = self.state.models.is_inside_ddp(module)
         if is_inside_ddp and not update.line_that_bypassed_wrapper:
             update.line_that_bypassed_wrapper = user_line() or "somewhere"

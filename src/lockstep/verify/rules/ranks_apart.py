@@ -79,11 +79,9 @@ def parameters_apart(case: Divergence) -> Cause:
     previous_update = case.parallel_run[case.update_index - 1]
     ranks_apart_by_name = previous_update.ranks_that_differ("parameters", case.tolerance)
     if ranks_apart_by_name:
-        sentence_on_previous_step = "the previous step has left them so"
+        sentence_on_previous_step = "the last step has left them so"
     else:
-        sentence_on_previous_step = (
-            "the previous step itself left all ranks with the same parameters"
-        )
+        sentence_on_previous_step = "the last step itself left all ranks with the same parameters"
 
     return Cause("LS304", (sentence, sentence_on_previous_step, *writes))
 

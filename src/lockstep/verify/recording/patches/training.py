@@ -181,7 +181,7 @@ def _call_gradient_hook(
         gradient: gradient of the tensor; None if the loss does not depend on it.
 
     Returns:
-        The result of the hook: a new gradient, or None to use the one that it was given.
+        The result of the hook: a new gradient, or None to use the gradient that it was given.
     """
     # An optimizer steps with the gradients of parameters, which are leaf tensors. Other gradients
     # are not of interest.
