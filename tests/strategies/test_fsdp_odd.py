@@ -26,10 +26,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributions import Categorical
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import lockstep
 from lockstep.errors import LockstepError, LockstepWarning
 from lockstep.strategies import FSDP
+from lockstep.strategies.fsdp_shown_gradients import ShownGradients
 
 pytestmark = pytest.mark.ranks
 
@@ -336,6 +338,65 @@ def cleared_in_half() -> dict[str, dict[str, Tensor]]:
     }
 
 
+def skipped_after_forward(strategy: Any, *, by_hand: bool) -> dict[str, Tensor]:
+    """The loop skips the last micro-batch of a global batch, once it has seen the loss. Gradients
+    of the first one are not added to those of the next global batch."""
+    with lockstep.init(strategy, seed=5) as world:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        loader = world.loader(tensors(64), 16, micro_batch_size=8 // world.size)
+        for number, batch in enumerate(loader):
+            if by_hand and loader.current.first:
+                set_to_none(model)
+            loss = entropy(model, batch)
+            if number == 3:
+                assert loader.current.last
+                continue
+            world.backward(loss)
+            optimizer.step()
+            if not by_hand:
+                optimizer.zero_grad()
+        return whole(model)
+
+
+def recomputed(strategy: Any) -> dict[str, Tensor]:
+    """Backward passes run the whole forward pass again, and the second one finds gradients."""
+    with lockstep.init(strategy, seed=5) as world:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        for x, labels in world.loader(tensors(48), 16):
+            for _ in range(2):
+                with set_checkpoint_early_stop(False):
+                    out = checkpoint(model, x, use_reentrant=False)
+                world.backward(F.cross_entropy(out, labels))
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(model)
+
+
+def clipped_in_half(*, another_forward: bool) -> dict[str, Tensor]:
+    """The norms that are clipped. Another forward pass, with gradients, does not change them."""
+    found: dict[str, Tensor] = {}
+    with lockstep.init("fsdp", seed=5, precision="bf16") as world:
+        model = net().float()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        for number, (x, labels) in enumerate(world.loader(tensors(48), 16)):
+            x = x.float()
+            world.backward(entropy(model, (x, labels)))
+            for name, part in {"head": model.head, "model": model}.items():
+                if another_forward:
+                    model(x)
+                norm = world.clip_grad_norm_(part, 0.1)
+                assert norm is not None
+                found[f"{name} {number}"] = norm
+            optimizer.step()
+            optimizer.zero_grad()
+        return {**found, **whole(model)}
+
+
 def norms(strategy: Any) -> dict[str, Tensor]:
     """Of gradients of two types, of which a rank may have nothing of one; and the smallest."""
     model = net().float()
@@ -385,6 +446,9 @@ EXACT: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "cleared by part": partial(cleared_after_forward, set_to_none=True, by_part=True),
     "cleared by hand": partial(cleared_by_hand, clear=set_to_none),
     "zeroed by hand": partial(cleared_by_hand, clear=set_to_zero),
+    "skipped after forward": partial(skipped_after_forward, by_hand=False),
+    "skipped after forward, cleared by hand": partial(skipped_after_forward, by_hand=True),
+    "recomputed": recomputed,
 }
 LEFT: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "evaluation that is left": lambda s: train(s, net(), between=left),
@@ -403,9 +467,17 @@ def on_two() -> dict[str, Any]:
         "fsdp": exact("fsdp"),
         "kept whole": {
             name: EXACT[name](FSDP(reshard_after_forward=False))
-            for name in ("and another forward", "frozen within a batch", "cleared by hand")
+            for name in (
+                "and another forward",
+                "frozen within a batch",
+                "cleared by hand",
+                "skipped after forward",
+                "skipped after forward, cleared by hand",
+            )
         },
         "in half": cleared_in_half(),
+        "clipped": clipped_in_half(another_forward=False),
+        "clipped after another forward": clipped_in_half(another_forward=True),
         "refused": refused(),
         "others": other_parts(),
         "loaded on one": loaded_on_one(),
@@ -447,6 +519,29 @@ def test_gradients_that_are_cleared_by_hand_in_half_precision(two):
         found = of_rank["in half"]
         assert difference(found["zero_grad"], found["none"]) == 0.0
         assert difference(found["zero_grad"], found["zeros"]) == 0.0
+
+
+def test_another_forward_pass_before_clipping_leaves_the_norm_as_it_is(two):
+    for found in two:
+        assert difference(found["clipped"], found["clipped after another forward"]) == 0.0
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch has no dtype of gradients")
+def test_a_gradient_is_shown_in_the_dtype_that_the_whole_parameter_takes():
+    shards = [nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    whole_parameters = [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in shards]
+    for shard, parameter in zip(shards, whole_parameters, strict=True):
+        shard.grad = torch.ones_like(shard)
+        parameter.grad_dtype = torch.float32  # as torch 2.15 sets it for units in half precision
+
+    shown = ShownGradients(shards, whole_parameters)
+    shown.show(accumulates_in_whole=False)
+    assert whole_parameters[0].grad is shards[0].grad
+    assert whole_parameters[1].grad.isnan().all()
+
+    shown.hide()
+    assert [parameter.grad for parameter in whole_parameters] == [None, None]
+    assert [shard.grad.tolist() for shard in shards] == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_the_norm_of_gradients_that_some_ranks_have_nothing_of(one):

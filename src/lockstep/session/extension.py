@@ -137,6 +137,9 @@ class Extension:
             gradients: the full gradient of each parameter; None or zeros if it was not used.
         """
 
+    def before_clipping(self, module: nn.Module) -> None:
+        """The gradients of a prepared module, or of a part of one, are about to be clipped."""
+
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """An optimizer is about to step.
 
@@ -340,6 +343,10 @@ class Extensions(Extension):
         """
         for listener in self.listeners["leaf_gradient"]:
             listener(micro_batch, parameters, gradients)
+
+    def before_clipping(self, module: nn.Module) -> None:
+        for listener in self.listeners["before_clipping"]:
+            listener(module)
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         for listener in self.listeners["before_step"]:

@@ -84,6 +84,13 @@ class _ZeroGrad:
         return MethodType, (nn.Module.zero_grad, self._part)
 
 
+def _replace_zero_grad(root: nn.Module) -> None:
+    """Gives a model and its submodules `_ZeroGrad`, except where a script has its own method."""
+    for part in root.modules():
+        if type(part).zero_grad is nn.Module.zero_grad:
+            vars(part)["zero_grad"] = _ZeroGrad(part)
+
+
 class ShardedModule(Extension):
     """Follows the training of one sharded module.
 
@@ -164,6 +171,9 @@ class ShardedModule(Extension):
         """What torch is set to: True if it frees gathered parameters after the next backward pass.
 
         Always True without `keep_gathered`. With it, True in the last micro-batch only."""
+        self._has_unfinished_gradients = False
+        """True from the beginning of a backward pass that is not the last one of its global batch.
+        It leaves gradients on this rank, to which later micro-batches add."""
         self._late_gradient_hooks: list[RemovableHandle] = []
         """Hooks that convert the gradients of parameters which only the last micro-batch uses."""
         self._is_double_backward = False
@@ -179,9 +189,7 @@ class ShardedModule(Extension):
         root.register_forward_hook(self._after_forward, always_call=True)
         root.register_load_state_dict_pre_hook(self._before_load)
         torch_compat.replace_apply(root, self._refuse_conversion)
-        for part in root.modules():
-            if type(part).zero_grad is nn.Module.zero_grad:  # else it is the script's own method
-                vars(part)["zero_grad"] = _ZeroGrad(part)
+        _replace_zero_grad(root)
         for unit in self._units:
             refuse_copies(unit)
 
@@ -212,6 +220,7 @@ class ShardedModule(Extension):
             raise outside_forward_error("the loss is a DTensor, as parameters are")
 
         self._set_torch_for_micro_batch()
+        self._has_unfinished_gradients = not self._is_last_backward
         if self._unused_parameters is not None:
             self._unused_parameters.before_backward()
 
@@ -250,17 +259,17 @@ class ShardedModule(Extension):
 
         Called before each forward and backward pass with gradients.
         """
-        self.hide_gradients()  # of an earlier forward pass, which had no backward pass
         step = self._run.step
         micro_batch = step.micro_batch
         another_step_begins = self._step_key != step.key
         self._step_key = step.key
 
-        # If a step begins although the previous backward pass has left gradients on this rank, the
-        # loop has left the previous global batch early.
-        previous_backward_was_last = self._is_last_backward
-        if another_step_begins and not previous_backward_was_last:
+        # If there are unfinished gradients when a step begins, the loop has left the previous
+        # global batch early, or has skipped its last micro-batch.
+        if another_step_begins and self._has_unfinished_gradients:
             self._drop_unfinished_gradients()
+
+        self.hide_gradients()  # of an earlier forward pass, which had no backward pass
 
         # If parameters stay gathered between micro-batches, the last one frees them.
         if self._keep_gathered:
@@ -292,7 +301,10 @@ class ShardedModule(Extension):
             self._root.set_requires_gradient_sync(is_last_backward)
 
     def _drop_unfinished_gradients(self) -> None:
-        """Drops the gradients of a global batch that the loop left before its last micro-batch."""
+        """Drops the gradients of a global batch whose last micro-batch had no backward pass."""
+        self._has_unfinished_gradients = False
+        self._shown_gradients.forget_accumulated()  # the script may have cleared them, too
+        self.hide_gradients()  # else those of the shards would seem to be cleared below
         for parameter in self.whole_parameters.values():
             parameter.grad = None
         for unit in self._units:
@@ -333,6 +345,16 @@ class ShardedModule(Extension):
         """Frees all gathered parameters."""
         for unit in self._units:
             unit.reshard()
+
+    def before_clipping(self, module: nn.Module) -> None:
+        """Frees what a forward pass after the backward pass has gathered.
+
+        The parameters of the module are then shards again, which have the gradients to be clipped.
+        """
+        is_part_of_model = module in self._root.modules()
+        if is_part_of_model or self._root in module.modules():
+            self.hide_gradients()
+            self._free_gathered()
 
     def before_step(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         """Prepares for an optimizer step: frees gathered parameters and checks the gradients.
@@ -621,8 +643,10 @@ class ShardedModule(Extension):
 
     def _show_gradients(self) -> None:
         """Lets the script clear gradients by hand until the backward pass."""
-        is_first = self._run.step.micro_batch.first
-        accumulates_in_whole = not is_first and not self._accumulate_shards
+        if torch_compat.in_backward_pass():
+            return  # activation checkpointing has run the forward pass again
+
+        accumulates_in_whole = self._has_unfinished_gradients and not self._accumulate_shards
         self._shown_gradients.show(accumulates_in_whole=accumulates_in_whole)
 
     def _handle_forward_error(self, error: BaseException) -> None:

@@ -55,6 +55,10 @@ class ShownGradients:
     They are hidden again before the backward pass, which would add to them. What the script has
     cleared in the meantime is cleared at the shard, too.
 
+    A limit: `torch.autograd.grad` through the model, as for a gradient penalty, is a backward pass.
+    Gradients that the script clears by hand between it and the backward pass of the loss are not
+    cleared at the shards; those that it clears by `zero_grad` are.
+
     Args:
         shards: the shards of the parameters that are whole after a forward pass.
         whole_parameters: these whole parameters, in the same order.
@@ -90,6 +94,10 @@ class ShownGradients:
                     _ShownGradient(shard, whole, gradient, tensor, write_count(tensor))
                 )
 
+    def forget_accumulated(self) -> None:
+        """Lets the script clear gradients of earlier micro-batches, which nothing will add to."""
+        self._accumulated = None
+
     def hide(self) -> None:
         """Hides the gradients, and clears those that the script has cleared.
 
@@ -112,6 +120,9 @@ def _as_gradient_of(whole: nn.Parameter, gradient: Tensor) -> Tensor:
     Units that are computed in half precision have gradients in fp32, and offloaded shards have them
     on the CPU. The stand-in is NaN, takes no memory and can be written to by `zero_` alone.
     """
-    if gradient.dtype == whole.dtype and gradient.device == whole.device:
+    # Since torch 2.15, units in half precision take gradients in fp32 at the whole parameters, too.
+    # Older versions of torch may not know `grad_dtype`.
+    dtype = getattr(whole, "grad_dtype", None) or whole.dtype
+    if gradient.dtype == dtype and gradient.device == whole.device:
         return gradient
-    return whole.new_full((), torch.nan).expand(whole.shape)
+    return whole.new_full((), torch.nan, dtype=dtype).expand(whole.shape)

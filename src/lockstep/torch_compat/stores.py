@@ -38,17 +38,14 @@ def separate_attempts(attempt: int) -> None:
     if launcher_deletes_old_keys:
         return
 
-    rendezvous: Any = import_module("torch.distributed.rendezvous")
-    create_store_of_torch = rendezvous._create_c10d_store
-
-    def create_store(*args: Any, **kwargs: Any) -> Any:
-        store = create_store_of_torch(*args, **kwargs)
+    def create_store(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        store = original(*args, **kwargs)
         is_store_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if is_store_of_launcher:
             return PrefixStore(f"attempt_{attempt}", store)
         return store
 
-    rendezvous._create_c10d_store = create_store  # `init_process_group` calls it
+    replace_store_creation(create_store)
 
 
 _VALIDATE_AND_PING = struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 0x10C5)

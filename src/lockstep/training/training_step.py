@@ -133,6 +133,7 @@ class TrainingStep:
             UsageError: the argument is not a module, or `norm_type` is 0.
         """
         _check_arguments_of_clip(module, norm_type)
+        self._run.extensions.before_clipping(module)
         parameters = list(module.parameters())
         self._prepare_clipping(parameters)
 
