@@ -338,7 +338,7 @@ def split_over_virtual_ranks(
         shares: a whole number for each rank, see `split_batch`. They say how many virtual ranks
             each rank processes, and are equal if there are more ranks than virtual ranks.
         micro_batches: number of pieces in which a virtual rank's part is processed. A part with
-            fewer samples than that has one piece for each sample.
+            fewer samples than pieces has one piece for each sample.
         virtual_ranks: the virtual ranks of the run.
 
     Returns:
@@ -378,7 +378,7 @@ def split_over_virtual_ranks(
     for pieces, own_virtual_ranks in zip(pieces_of_ranks, virtual_ranks_of_rank, strict=True):
         # A piece belongs to some virtual rank. If rank 0 has none at all, virtual rank 0 is taken.
         last_virtual_rank = max(0, own_virtual_ranks.stop - 1)
-        # `begins` also has the end of the last virtual rank, so this is the end of this one.
+        # A virtual rank ends where the next one begins. `begins` also has the end of the last one.
         end_of_samples = begins[own_virtual_ranks.stop]
         padding = _padding(last_virtual_rank, end_of_samples)
         pieces += [padding] * (max_pieces - len(pieces))

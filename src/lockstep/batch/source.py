@@ -363,8 +363,8 @@ def _copy_sampler(sampler: Any, dataset: object) -> Any:
         duplicate = copy.copy(sampler)
     except Exception:  # its class decides how it is copied, so any error is possible
         return sampler
-    # `_copy_attributes` copies containers and vectors. Samplers inside of this one are copied here,
-    # except itself: a sampler may refer to itself, and copying it again would never end.
+    # `_copy_attributes` copies containers and vectors. Samplers inside of this sampler are copied
+    # here. But it may refer to itself, and copying it again would never end.
     for name, value in _copy_attributes(duplicate, dataset).items():
         if _is_sampler(name, value) and value is not sampler:
             value = _copy_sampler(value, dataset)

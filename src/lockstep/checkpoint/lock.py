@@ -116,10 +116,10 @@ class Lock:
         return lock
 
     def _check_still_held(self, lock: _FileLock) -> None:
-        """Checks that the lock file is still the one of this run, and updates its time.
+        """Checks that the lock file still belongs to this run, and updates its time.
 
         Raises:
-            CheckpointError: the file is gone, or is that of another run.
+            CheckpointError: the file is gone, or belongs to another run.
         """
         text = _read_text(self._path)
         if text != lock.text:
@@ -149,7 +149,7 @@ class Lock:
         if lock.signs_of_life is not None:
             lock.signs_of_life.end()
         with suppress(OSError):
-            # If the folder was replaced meanwhile, the lock file may be that of another run.
+            # If the folder was replaced meanwhile, the lock file may belong to another run.
             is_own_file = _read_text(self._path) == lock.text
             if is_own_file:
                 storage.unlink(self._path)
@@ -420,9 +420,9 @@ def _seems_alive_on_other_machine(run: Mapping[str, Any], path: Path) -> bool:
 
 
 def _is_of_earlier_attempt(text: bytes) -> bool:
-    """Returns True if a lock file seems to be that of this run before it was restarted.
+    """Returns True if a lock file seems to be one that this run has written before its restart.
 
-    It may also be that of another run with the same id, such as "none". So the caller only waits
+    Another run with the same id, such as "none", may also have written it. So the caller only waits
     for the lock, and does not take it.
 
     Args:

@@ -556,7 +556,7 @@ def _differing_extra(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
     Args:
         a: the values of one checkpoint or file by name, such as {"epoch": 3}.
-        b: those of the other one.
+        b: the values of the other checkpoint or file.
     """
     from lockstep.checkpoint.comparison import same_extra
 

@@ -389,7 +389,7 @@ def _meet_other_ranks(topology: Topology, settings: Settings, environ: Mapping[s
 def _next_attempt(topology: Topology, environ: Mapping[str, str]) -> str:
     """Returns the text with which the keys of the next join begin in the store.
 
-    A launcher's store may outlive this run, and the next run must not find the requests of this one
+    A launcher's store may outlive this run, and the next run must not find the requests of this run
     in it. So the text contains the launcher's run id, its number of restarts, and the number of
     this join.
     """

@@ -159,7 +159,7 @@ class _Counter:
             return
 
         # A weak reference serves as the key, because torch returns the same object for a storage
-        # each time. Its address may be that of another storage later.
+        # each time. Its address may belong to another storage later.
         storage = tensor.untyped_storage()
         key = weakref.ref(storage)
         if key not in self._not_counted:

@@ -197,7 +197,10 @@ class TreeReduceScatter:
         has_all_parameters = len(flat) == sum(lengths) * self._num_shards
         if not has_all_parameters:
             return None
-        return torch.split(flat.view(self._num_shards, -1), lengths, dim=1)
+
+        # One row for each chunk. The columns are divided between the parameters.
+        chunks = flat.view(self._num_shards, -1)
+        return torch.split(chunks, lengths, dim=1)
 
     def _notify_extensions(self, flat: Tensor, micro_batch: MicroBatch) -> None:
         """Passes the gradient of a virtual rank to the extensions, one tensor for each parameter.

@@ -226,7 +226,7 @@ class VirtualRankBuffers(Extension):
             return
         self._has_uncombined_buffers = False
 
-        # The last virtual rank ends, as the others do in `begin`.
+        # The last virtual rank ends here, and every other virtual rank in `begin`.
         self._undo_pass_ended()  # if the script makes the step after the loop
         self._store_buffers_left_by(of_last_virtual_rank)
         self._restore_unsynchronised_buffers()

@@ -41,8 +41,8 @@ class OptimizerVersions:
         if virtual_rank == self._in_optimizer:
             return
 
-        # Put the present state of the optimizer away: that of another virtual rank or, the first
-        # time, the common one.
+        # Put the present state of the optimizer away. It belongs to another virtual rank or, the
+        # first time, to all of them.
         self._stored[self._in_optimizer] = self._optimizer.state
 
         is_first_time = virtual_rank not in self._stored

@@ -86,7 +86,7 @@ def _find_repeated_order(updates: Sequence[Update], *, was_stopped: bool) -> lis
             "was begun"
         )
         # The script may still set the epoch before a second pass, so this title is more careful
-        # than that of the catalogue.
+        # than the title in the catalogue.
         title = "without set_epoch a second pass would have the same order"
         return [Finding(Cause("LS103", (text,), title=title))]
 

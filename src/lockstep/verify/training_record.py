@@ -251,7 +251,8 @@ class ModelRecord:
     parameter_sums: Mapping[str, Array] = field(default_factory=dict)
     # The optimizer's parameters after the update.
     parameters: Mapping[str, Array] = field(default_factory=dict)
-    # Parameters that were changed between the last update and the first forward pass of this one.
+    # Parameters that were changed after the last update, before the first forward pass of this
+    # update.
     rewritten_parameters: Mapping[str, Array] = field(default_factory=dict)
     # Sums over parameters that were changed between the backward passes of this update.
     changed_between_passes: Mapping[str, Array] = field(default_factory=dict)

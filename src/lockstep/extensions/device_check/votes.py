@@ -83,7 +83,7 @@ def judge_repeats(results: Results) -> Verdict:
         return Verdict(Kind.NO_MAJORITY, sorted(recomputed_digest_of_rank))
     if changing:  # the other rank has the same bits both times
         return Verdict(Kind.CHANGING, changing)
-    # Each of the two got the same bits both times, but not those of the other one.
+    # Each of the two ranks got the same bits both times, but not the bits of the other rank.
     return Verdict(Kind.ONE_OF_TWO, sorted(first_digest_of_rank))
 
 

@@ -217,8 +217,8 @@ def forecast_methods(
     # By the speed of the link that was measured before the training; see `step_seconds`.
     measured_sending_s = sent_now / link.bandwidth + 2 * link.latency_s
 
-    # It takes at least as long as is waited for it. About half of the computing is the backward
-    # pass, so no more of the sending than that can be hidden.
+    # Sending takes at least as long as is waited for it. Its rest is hidden behind the backward
+    # pass, which is about half of the computing.
     sending_s = max(measured_sending_s, network.waiting_s)
     sending_s = min(sending_s, network.waiting_s + network.compute_s / 2)
     hidden_s = sending_s - network.waiting_s
@@ -302,8 +302,8 @@ def describe_slow_machine(step_s: float, waited_s: Mapping[str, float]) -> str:
     if difference_s <= NOTABLE_SHARE_OF_STEP * step_s:
         return ""
 
-    # A machine computes while it does not wait. For example, in a step of 100 ms the slowest one
-    # waits 10 ms, the next slowest 60 ms, and the others longer than that. So the slowest computes
+    # A machine computes while it does not wait. For example, in a step of 100 ms the slowest
+    # waits 10 ms, the next slowest 60 ms, and the others longer than 60 ms. So the slowest computes
     # for 90 ms, and all others for at most 40 ms.
     computing_there = _format_seconds(step_s - waited_s[slowest])
     computing_elsewhere = _format_seconds(step_s - waited_s[next_slowest])

@@ -110,7 +110,7 @@ def launch(
             one a core if there is no GPU. With `ray`, they are counted in the whole cluster.
         timeout: seconds from a start of the processes after which the run is ended with an error;
             None: no limit.
-        env: environment variables of the processes, in addition to those of this one.
+        env: environment variables of the processes, in addition to those of this process.
         max_restarts: how many times all processes are started again when one has failed. Steps that
             they have kept in memory (`World.checkpoint`) are still there then. With `ray`, they are
             also started again when a node is lost, and only checkpoints on disk are there then.

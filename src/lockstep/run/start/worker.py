@@ -424,7 +424,8 @@ def _call_excepthook(error: BaseException) -> None:
     except BaseException as hook_error:
         hook_error.__traceback__ = _without_launcher(hook_error.__traceback__)
 
-        # The original exception is printed separately below, and not as the context of this one.
+        # The original exception is printed separately below, and not as the context of the hook's
+        # error.
         if hook_error.__context__ is error:
             hook_error.__context__ = None
 

@@ -278,7 +278,7 @@ def _current_call(state: RankState, wait: stacks.Wait) -> CollectiveCall | None:
         return _started_call(pending) or _latest_call(pending)
 
     if wait.op in _UNRECORDED_FUNCTIONS:
-        # A pending collective may be that of another thread, so it does not explain such a wait.
+        # Another thread may have started a pending collective, so it does not explain such a wait.
         pending_p2p = [call for call in pending if call.p2p]
         return _started_call(pending) or _latest_call(pending_p2p)
 

@@ -325,7 +325,7 @@ def _ranks_at_fault(
         if has_majority:
             return list(chain.from_iterable(sides[1:]))
 
-    # 3. The ranks in DDP's forward pass: they probably run the model while the others do not.
+    # 3. The ranks in DDP's forward pass: they probably run the model while the other ranks do not.
     ranks_in_forward = _ranks_in_ddp_forward(waiting)
     only_some_in_forward = 0 < len(ranks_in_forward) < len(waiting)
     if only_some_in_forward:

@@ -470,8 +470,8 @@ def _table_of_ranks(run: Run, place: PipelinePlace) -> Tensor:
 def _device_of_default_group() -> torch.device:
     """Returns the GPU with which the default process group was opened; the CPU if there is none.
 
-    A rank that holds nothing of a clipped part of the model must send from a GPU if the others do:
-    they would wait for it over NCCL, while it waited for them over Gloo.
+    A rank that holds nothing of a clipped part of the model must send from a GPU if the other ranks
+    do. Otherwise they would wait for this rank over NCCL, while it waited for them over Gloo.
     """
     return gpu_of_default_group() or torch.device("cpu")
 

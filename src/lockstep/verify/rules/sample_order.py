@@ -490,7 +490,7 @@ def random_contents(case: Divergence) -> Cause:
     LS106: all ranks drew the same random numbers to read their samples. LS107: every rank drew
     numbers of its own, which differ from those of one process, or no draw was seen.
 
-    Needs: `random_draws` of the batches. Worker processes do not record theirs.
+    Needs: `random_draws` of the batches. Worker processes do not record their draws.
     Applies: always.
     False positives: none known. Contents without a recorded draw may depend on a generator in the
         dataset, on the clock, or on the rank.
