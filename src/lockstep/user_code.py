@@ -91,12 +91,12 @@ def user_call() -> str | None:
     # The outermost function that users may call is the one that the user has called. For example,
     # with ["Checkpoint.save", "Checkpoint.step"] it is `step`, which has called `save`.
     for name in reversed(function_names):
-        class_name, _, method = name.partition(".")
+        class_name, _, name_in_class = name.partition(".")
 
-        # A method, and not a function inside a method, such as "Checkpoint.save.<locals>.write".
-        is_method = method.isidentifier()
+        # "save" is the name of a method. "save.<locals>.write" is that of a function inside of one.
+        is_method = name_in_class.isidentifier()
         if class_name in USUAL_VARIABLE_OF_CLASS and is_method:
-            return f"{USUAL_VARIABLE_OF_CLASS[class_name]}.{method}()"
+            return f"{USUAL_VARIABLE_OF_CLASS[class_name]}.{name_in_class}()"
 
         if name in PUBLIC_FUNCTIONS:
             return f"lockstep.{name}()"

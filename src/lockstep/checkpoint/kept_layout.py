@@ -714,18 +714,17 @@ def _text_of(section: Section, encoded: _EncodedSection) -> str:
          "tensors": {"optimizer.state.0.exp_avg": ["F32", [2, 5], 64, [2, 0], [2, 5]]},
          "tree": {...}}
 
-    Here the rows 2 and 3 of a tensor with 5 columns are stored: as float32 ("F32"), in the shape
-    [2, 5], at byte 64 of the area. In the whole tensor, they are the region with the offsets [2, 0]
-    and the sizes [2, 5]. There is no "tree" if another rank of the machine keeps it.
+    Here the rows 2 and 3 of a tensor with 5 columns are stored. There is no "tree" if another rank
+    of the machine keeps it.
     """
     tensors: dict[str, Any] = {}
     for placement, offset_in_area in zip(encoded.placements, encoded.offsets, strict=True):
         tensors[placement.name] = [
-            CODE_OF_DTYPE[placement.dtype],
-            placement.shape,
-            offset_in_area,
-            placement.box.offsets,
-            placement.box.sizes,
+            CODE_OF_DTYPE[placement.dtype],  # "F32"
+            placement.shape,  # [2, 5]: of the stored rows
+            offset_in_area,  # 64: their first byte
+            placement.box.offsets,  # [2, 0]: where they begin in the whole tensor
+            placement.box.sizes,  # [2, 5]: how far they extend in it
         ]
     description = {
         "file": section.file,

@@ -99,7 +99,7 @@ class SavedNames:
         return names_of_groups
 
     def _name_in(self, module: nn.Module, plain_name: str) -> str | None:
-        """Returns the name of a parameter of a prepared module; None if that is not saved."""
+        """Returns the name of a parameter of a prepared module; None if its module is not saved."""
         for module_name, saved_module in self._modules.items():
             if unwrap(saved_module) is unwrap(module):
                 return f"{module_name}.{plain_name}"
@@ -142,8 +142,8 @@ def match_optimizers(
 
         action = f"resuming {name} from {path}"
         facts = facts_of_optimizers.get(name)
-        # There are no facts if it was saved as another object, such as a wrapper around an
-        # optimizer. Its parameters keep the saved order then.
+        # There are no facts if another object was saved under this name, such as a wrapper around
+        # an optimizer. Then the parameters keep the saved order.
         if facts is not None:
             state = _in_present_order(
                 action, optimizer, state, facts, names, loads_replicas=loads_replicas
@@ -168,21 +168,22 @@ def _in_present_order(
         action: what is being done, for errors.
         optimizer: the present optimizer.
         state: the saved state.
-        facts: what the manifest says about the saved optimizer, see `optimizer_facts`. If its names
-            of parameters belong to another state, the saved order is kept.
+        facts: what the manifest says about the saved optimizer, see `optimizer_facts`. If the names
+            of parameters in it belong to another state, the saved order is kept.
         names: the present names of parameters.
         loads_replicas: True if this run loads the states of DiLoCo's replicas.
 
     Raises:
-        CheckpointError: the optimizer is of another class or had other parameters; or it had them
-            in another order, and the state cannot be put into the present one.
+        CheckpointError: the optimizer is of another class or had other parameters; or the
+            parameters had another order, and the state cannot be put into the present order.
     """
     _check_class(action, optimizer, facts[CLASS_OF_OPTIMIZER])
     saved_names = facts[NAMES_OF_PARAMETERS]
     if not _are_names_of(saved_names, state):
         return state
 
-    # LBFGS has tensors over all parameters, in their order. So have replicas.
+    # The state of LBFGS has tensors over all parameters, in their order, and so has the state of
+    # DiLoCo's replicas.
     is_lbfgs = isinstance(_inner(optimizer), torch.optim.LBFGS)
     must_have_saved_order = loads_replicas or is_lbfgs
     saved_positions = _match_names(
@@ -193,7 +194,7 @@ def _in_present_order(
 
 def _inner(optimizer: Optimizer) -> Optimizer:
     """Returns the user's optimizer, also if it is prepared."""
-    # Prepared optimizers are recognised by a method that those of torch lack.
+    # A prepared optimizer is recognised by a method that torch's optimizers do not have.
     if hasattr(optimizer, "load_saved_state"):
         inner: Optimizer = optimizer.inner  # type: ignore[attr-defined]
         return inner
@@ -299,18 +300,24 @@ def _match_names(action: str, saved: Names, own: Names, *, order_matters: bool) 
 def _saved_positions(
     saved_names: Sequence[str | None], own_names: Sequence[str | None]
 ) -> list[int]:
-    """Returns for each present parameter of a group its position among the saved ones.
+    """Returns for each present parameter of a group its position in the group when it was saved.
 
     Parameters without a name (None) are matched in their order, and all others by name: `["a",
     None, "b"]` when it was saved and `["b", "a", None]` now give `[2, 0, 1]`.
     """
-    position_of_name = {name: position for position, name in enumerate(saved_names)}
-    positions_without_name = [position for position, name in enumerate(saved_names) if name is None]
+    position_of_name: dict[str, int] = {}
+    positions_without_name: list[int] = []
+    for position, name in enumerate(saved_names):
+        if name is None:
+            positions_without_name.append(position)
+        else:
+            position_of_name[name] = position
+
     positions = []
-    next_without_name = iter(positions_without_name)
+    remaining_without_name = iter(positions_without_name)
     for name in own_names:
         if name is None:
-            positions.append(next(next_without_name))
+            positions.append(next(remaining_without_name))
         else:
             positions.append(position_of_name[name])
     return positions
@@ -366,9 +373,7 @@ def _new_numbers(numbers: Sequence[Any], saved_positions: Sequence[int]) -> dict
 
 
 def _check_shapes(action: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if a saved tensor has another shape than its parameter.
-
-    An example of such a tensor is `exp_avg`.
+    """Raises CheckpointError if a saved tensor, such as `exp_avg`, has not its parameter's shape.
 
     Only the optimizers of torch and Lockstep are checked. Another optimizer may use the same key
     for a tensor of another shape.

@@ -1,10 +1,10 @@
 """Calls clean-up functions before a signal such as SIGTERM ends this process.
 
 By default SIGTERM ends a process at once, and a checkpoint that it was writing remains half
-written. A signal handler in Python is not enough: Python calls it in the main thread, once that has
-returned from C++. A rank that waits in C++ for another rank, which has failed, does not return, and
-that is when launchers send SIGTERM. But Python also writes the number of each signal to a pipe at
-once (`signal.set_wakeup_fd`), and a thread of this module reads the pipe.
+written. A signal handler in Python is not enough: Python calls it in the main thread, once this
+thread has returned from C++. Launchers send SIGTERM when a rank has failed. The other ranks then
+wait in C++ for the failed one, and do not return. But Python also writes the number of each signal
+to a pipe at once (`signal.set_wakeup_fd`), and a thread of this module reads the pipe.
 
 If the program handles these signals itself, nothing is changed.
 """
@@ -71,7 +71,7 @@ _cleanups: list[Callable[[], object]] = []
 _handled_signals: list[int] = []
 """The signals that have our handler in place of their default action."""
 _watcher: _Watcher | None = None
-_ending = threading.RLock()
+_ending_lock = threading.RLock()
 """Held by the thread that ends the process, so that clean-ups run only once."""
 
 
@@ -139,7 +139,7 @@ def is_default(number: int) -> bool:
 
 def end_by(number: int) -> None:
     """Calls the clean-up functions, then ends this process by the signal's default action."""
-    with _ending:
+    with _ending_lock:  # until the process has ended
         for cleanup in list(_cleanups):
             with suppress(Exception):  # the process must end even if a clean-up fails
                 cleanup()
@@ -175,8 +175,10 @@ def _restore_actions() -> None:
 
 def _forget_in_child() -> None:
     """Undoes everything in a forked process, for example a worker of a DataLoader."""
-    global _watcher, _ending
-    _ending = threading.RLock()  # a thread that the child does not have may hold the parent's lock
+    global _watcher, _ending_lock
+    _ending_lock = (
+        threading.RLock()
+    )  # a thread that the child does not have may hold the parent's lock
     _cleanups.clear()
     _restore_actions()
 

@@ -98,6 +98,8 @@ def _explain_words(query: str, width: int) -> str:
         click.UsageError: nothing is about these words.
     """
     topic = find_topic(query)
+    # Words that name a topic are spelled correctly, so similar words are not searched for. An empty
+    # query matches all entries.
     entries = catalogue.find(query, similar_spellings=topic is None)
 
     if topic is not None:

@@ -59,7 +59,7 @@ def read_defaults(ctx: click.Context, param: click.Parameter, value: str | None)
 
     Raises:
         SettingError: there is no such file, or it has a key or a value that no option has.
-        TorchrunOptionsNeeded: see `_defaults_from_file`.
+        TorchrunOptionsNeeded: a key is unknown, and torchrun's options have not been read yet.
     """
     if options_come_from_other_launcher(ctx):
         return
@@ -120,7 +120,7 @@ def _defaults_from_file(
 
     Raises:
         SettingError: a key of the file is an option neither of this command nor of torchrun.
-        TorchrunOptionsNeeded: a key is not an option of this command, but may be one of torchrun's.
+        TorchrunOptionsNeeded: a key is unknown, and torchrun's options have not been read yet.
     """
     option_of_key = _options_by_key(ctx)
     defaults = {}
@@ -182,8 +182,8 @@ def _options_by_key(ctx: click.Context) -> dict[str, click.Option]:
 def _variables_of_option(option: click.Option) -> list[str]:
     """Returns the environment variables that can be set instead of an option.
 
-    Those of Lockstep begin with LOCKSTEP_, those of torchrun with PET_, such as PET_NNODES for
-    --nnodes.
+    Variables of Lockstep begin with LOCKSTEP_, and variables of torchrun with PET_, such as
+    PET_NNODES for --nnodes.
     """
     name = str(option.name)
     if name == "quiet":

@@ -11,9 +11,9 @@ kinds of arguments may differ:
 - the number of the process under any name, where nothing else can be its number. Without a launcher
   the script is started once for each process, and `train.py -x 0` and `train.py -x 1` may be how
   each one gets its rank. So one argument may differ, if the script itself has numbered the
-  processes and no other argument differs. The first one may then leave it out, as its number is
-  the default. A launcher that replaces `${local_rank}` starts one
-  command for all processes of a machine, so what differs among them is the local rank.
+  processes and no other argument differs. The first process may then leave the argument out, as
+  its number is the default. A launcher that replaces `${local_rank}` starts one command for all
+  processes of a machine, so what differs among them is the local rank.
 
 A name says what an argument is only if each of its words belongs to that kind: `--lora-rank`,
 `--batch-size-per-gpu`, `--num-workers` and `--preprocess` are settings of the training.
@@ -21,17 +21,18 @@ A name says what an argument is only if each of its words belongs to that kind: 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 NOUNS_OF_PLACES = frozenset({"rank", "node", "machine", "host", "rn", "nr"})
-"""Words for one of a process or machine. Scripts often call the rank `-rn`, the node `-nr`."""
+"""Words for a process or a machine. Scripts often call the rank `-rn`, and the node `-nr`."""
 NOUNS_OF_MACHINES = frozenset({"node", "machine", "host", "nr"})
 NOUNS_OF_PROCESSES = frozenset({"process", "proc", "worker"})
-"""They name a number only beside a word for it: `--process-id`. `--process 1` may be a switch."""
+"""Words that name a process only beside a word for a number: `--process-id`. `--process 1` may be
+a switch."""
 WORDS_FOR_NUMBERS = frozenset({"id", "idx", "index", "number"})
 NOUNS_OF_DEVICES = frozenset({"gpu", "gpus", "cuda", "device", "devices"})
 NOUNS_OF_COUNTS = frozenset(
@@ -62,7 +63,8 @@ PLACE_FLAGS = (
     *("--rank", "--local_rank", "--local-rank", "--node_rank", "--node-rank"),
     *("--machine_rank", "--machine-rank"),
 )
-"""They are often given to all processes but the first, for which 0 is the default in the script."""
+"""Flags that are often given to all processes but the first, for which the script has the default
+0."""
 BLANK = "..."
 """Stands for a value that may differ."""
 
@@ -89,7 +91,7 @@ def command_of_script(argv: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Launch:
-    """How the processes were started: what may say which process one is."""
+    """How the processes were started: it decides which arguments may be a process's number."""
 
     places: Sequence[Place]
     """In the order of the ranks."""
@@ -143,7 +145,7 @@ def blank_out_harmless_differences(
 
 
 def _with_rank_flags_last(commands: Sequence[Sequence[str]], launch: Launch) -> list[list[str]]:
-    """Returns the arguments of each rank, so that those that belong together stand at one position.
+    """Returns the arguments of each rank, so that each flag has the same position on all ranks.
 
     A flag such as --rank may be missing on some ranks. It goes last on all ranks, with 0 where it
     is missing:
@@ -253,19 +255,18 @@ def _flag_and_value(argument: str) -> tuple[str, str]:
 
 
 def _split_off(command: Sequence[str], flag: str) -> tuple[list[str], list[str]]:
-    """Returns the arguments without a flag, and the values that it has."""
-    others = []
-    values = []
-    value_follows = False
-    for argument in command:
-        if value_follows:  # `--rank 1`: the value is the next argument
-            values.append(argument)
-            value_follows = False
-            continue
+    """Returns the arguments without a flag and its values, and the values.
 
+    With the flag `--rank`, both `train.py --rank 1 -v` and `train.py --rank=1 -v` are split into
+    `["train.py", "-v"]` and `["1"]`.
+    """
+    others: list[str] = []
+    values: list[str] = []
+    remaining = iter(command)
+    for argument in remaining:
         flag_of_value, value = _flag_and_value(argument)
-        if argument == flag:
-            value_follows = True
+        if argument == flag:  # `--rank 1`: the next argument is the value, if there is one
+            values += itertools.islice(remaining, 1)
         elif flag_of_value == flag:  # `--rank=1`
             values.append(value)
         else:
@@ -443,7 +444,7 @@ def _counts_up(numbers: list[int]) -> bool:
     """True for numbers such as 0, 0, 1, 1, 2: from 0 on, and none is left out."""
     if numbers[0] != 0:
         return False
-    return all(after - before in (0, 1) for before, after in pairwise(numbers))
+    return all(after - before in (0, 1) for before, after in itertools.pairwise(numbers))
 
 
 def _are_machines_in_any_order(numbers: list[int], places: Sequence[Place]) -> bool:

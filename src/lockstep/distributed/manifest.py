@@ -122,22 +122,31 @@ def describe_mismatches(manifests: Sequence[Mapping[str, str]]) -> list[str]:
 
     lines = []
     for name in field_names:
-        ranks_of_value = group_by_key(
-            (manifest.get(name), rank) for rank, manifest in enumerate(manifests)
-        )
-        if len(ranks_of_value) == 1:
-            continue
-
-        texts = []
-        for value, ranks in list(ranks_of_value.items())[:MAX_VALUES_SHOWN]:
-            verb = conjugate("has", len(ranks))
-            shown_value = "none" if value is None else repr(value)
-            texts.append(f"{format_ranks(ranks)} {verb} {shown_value}")
-        num_hidden = len(ranks_of_value) - MAX_VALUES_SHOWN
-        if num_hidden > 0:
-            texts.append(f"and {num_hidden} more values")
-        lines.append(f"{name}: {', '.join(texts)}")
+        value_and_rank = [(manifest.get(name), rank) for rank, manifest in enumerate(manifests)]
+        ranks_of_value = group_by_key(value_and_rank)
+        if len(ranks_of_value) > 1:
+            lines.append(f"{name}: {_describe_values(ranks_of_value)}")
     return lines
+
+
+def _describe_values(ranks_of_value: Mapping[str | None, Sequence[int]]) -> str:
+    """Says which ranks have which value: "rank 0 has '--lr 0.1', ranks 1-3 have '--lr 0.2'".
+
+    Args:
+        ranks_of_value: the ranks that have each value. None stands for no value.
+    """
+    shown_values = list(ranks_of_value)[:MAX_VALUES_SHOWN]
+    texts = []
+    for value in shown_values:
+        ranks = ranks_of_value[value]
+        verb = conjugate("has", len(ranks))
+        value_text = "none" if value is None else repr(value)
+        texts.append(f"{format_ranks(ranks)} {verb} {value_text}")
+
+    num_hidden = len(ranks_of_value) - len(shown_values)
+    if num_hidden > 0:
+        texts.append(f"and {num_hidden} more values")
+    return ", ".join(texts)
 
 
 def cuda_version() -> str:

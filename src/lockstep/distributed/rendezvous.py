@@ -109,7 +109,7 @@ def _wait_until_others_leave(store: Store, num_ranks: int) -> bool:
     """Waits on rank 0 until the other ranks have told it that they leave.
 
     Returns:
-        False if some have not in time, or the store does not answer.
+        False if some ranks have not told it in time, or if the store does not answer.
     """
     keys = [f"left/{rank}" for rank in range(1, num_ranks)]
     deadline = time.monotonic() + CLOSING_TIMEOUT_S
@@ -295,16 +295,16 @@ def _endpoint_of_environment(topology: Topology) -> Endpoint:
     """
     if topology.master_addr is None or topology.master_port is None:
         missing = "MASTER_ADDR" if topology.master_addr is None else "MASTER_PORT"
-        do = f"set {missing}, start with `lockstep run`, or give init_method='tcp://host:port'"
+        advice = f"set {missing}, start with `lockstep run`, or give init_method='tcp://host:port'"
         if number_among_spawned() is not None:
-            do = (
+            advice = (
                 "call the function without torch.multiprocessing.spawn, and start the script with "
                 f"lockstep run --nproc N; or set {missing}, or give init_method='tcp://host:port'"
             )
         raise errors.SettingError(
             f"rank {topology.rank} of {topology.size} (from {topology.source})",
             f"{missing} is not set, so rank 0 cannot be found",
-            do,
+            advice,
         )
 
     # Processes of one machine meet at loopback, except at a store of the launcher (`agent_store`,
@@ -496,6 +496,10 @@ class LookupResult:
         """True if a store answers at the address."""
         return not self.why_no_store
 
+    def __bool__(self) -> bool:
+        """Makes `wait_until` repeat the attempt until a store is found."""
+        return self.is_store
+
 
 def _wait_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
     """Looks for a store again and again until there is one or the deadline has passed.
@@ -503,14 +507,7 @@ def _wait_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:
     Returns:
         The result of the last attempt.
     """
-    results = []
-
-    def store_is_there() -> bool:
-        results.append(_look_for_store(endpoint, deadline))
-        return results[-1].is_store
-
-    wait_until(store_is_there, deadline)  # tries at least once
-    return results[-1]
+    return wait_until(lambda: _look_for_store(endpoint, deadline), deadline)  # at least once
 
 
 def _look_for_store(endpoint: Endpoint, deadline: float) -> LookupResult:

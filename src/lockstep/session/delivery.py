@@ -99,7 +99,7 @@ class TrainingPass:
         self.accumulated = False
         """True if earlier micro-batches of the current global batch have left gradients."""
         self.begun_at = 0
-        """When the current global batch began, as a number that counts those of all passes."""
+        """When the current global batch began: 3 if it was the third one over all passes."""
         self.previous_begun_at = 0
         """When the previous global batch began."""
         self.stepped = False
@@ -172,7 +172,7 @@ class TrainingPass:
     def next_trained(self) -> Delivery | None:
         """The delivery that the next loss is taken to come from; None if nothing was handed out.
 
-        It counts if no call of a module since the last loss has shown which delivery it is.
+        It is only used if no call of a module since the last loss has shown the delivery.
         """
         is_fetched_ahead = not self.source_of_loss_is_known and self.holds_batches
         if is_fetched_ahead:
@@ -194,8 +194,8 @@ class TrainingPass:
         return deliveries
 
     @property
-    def all_batches_have_one_factor(self) -> bool:
-        """True if it makes no difference for a loss on which of its batches the loop trains next.
+    def batches_are_interchangeable(self) -> bool:
+        """True if it makes no difference which of the loop's batches the next loss comes from.
 
         It makes none if each batch has an optimizer step of its own and all have the same factor,
         for example two batches of 32 samples, of which this rank has 16.
@@ -216,7 +216,8 @@ class TrainingPass:
         """The micro-batch that the loop works on.
 
         Example: the loop has trained on batch 1, skipped batch 2 (`continue`), and got batch 3.
-        Until the forward pass of batch 3, `micro_batch` is that of batch 2. This is that of 3.
+        Until the forward pass of batch 3, `micro_batch` is that of batch 2, and the result is that
+        of batch 3.
         """
         latest = self.latest_if_untrained
         if latest is not None and self.works_on_latest:
@@ -271,8 +272,8 @@ class TrainingPass:
     def _keep_loss_of_previous_global_batch(self) -> None:
         """Keeps the loss of a global batch when the next one begins.
 
-        It is the sum over all micro-batches. The one that was trained until now is the last of
-        them, unless the loop has left out the rest of the global batch.
+        The loss is the sum over all micro-batches of the global batch. It is incomplete if the loop
+        has left out the last ones: then the micro-batch that was trained until now is not the last.
         """
         is_complete = self.micro_batch.last
         self.loss_of_previous_global_batch = self.loss if is_complete else None

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 def _are_fetched_together(first: TrainingPass, second: TrainingPass) -> bool:
     """Returns True if a loop seems to fetch a batch of each of two passes in turn, as `zip` does.
 
-    Then both passes have begun equally many global batches, and the second one has begun exactly
-    one since the first one began its current one. In a loop over `second` within a loop over
-    `first`, this is only so at the first batches of both.
+    If A1, A2, ... are the global batches of `first` and B1, B2, ... those of `second`, they then
+    begin in the order A1, B1, A2, B2: A2 and B2 have the same number, and A2 begins between B1 and
+    B2. In a loop over `second` within a loop over `first`, the order is A1, B1, B2, B3, and only A1
+    and B1 seem to be fetched together.
     """
     if first is second or first.number != second.number:
         return False
@@ -212,8 +213,8 @@ class Step:
         """Ends the passes whose loaders have ended. Called when a loop fetches another batch.
 
         In `for batch in list(loader): ...`, the loader has ended before the loop trains on the
-        batches, so their pass is open again while it does. When the script fetches a batch of
-        another pass, it is done with them.
+        batches, so their pass is open again while the loop does so. When the script fetches a batch
+        of another pass, it is done with the batches of ended loaders.
         """
         for training_pass in list(self._open_passes):
             if training_pass.loader_ended:
@@ -230,14 +231,15 @@ class Step:
         self._watch_forward_passes()
 
         # A pass in which no optimizer has stepped may be an evaluation with gradients enabled. No
-        # backward pass would show which batch it uses, so that is taken to be the latest one.
+        # backward pass would show which batch it uses, so it is taken to use the latest one.
         may_be_evaluation = not training_pass.ever_stepped
         if may_be_evaluation:
             training_pass.batch_in_use = delivery
 
-        # If the next loss is weighted in the same way in either case, it is taken to come from the
-        # latest batch. If not, training on that begins once a forward pass has shown it.
-        if training_pass.all_batches_have_one_factor:
+        # The batches are interchangeable if each has an optimizer step of its own, and their losses
+        # are multiplied by the same factor. Then training on the latest batch begins now. Otherwise
+        # training on a batch begins when a forward pass shows it (`module_called`).
+        if training_pass.batches_are_interchangeable:
             self._begin_delivery(delivery)
 
     def note_empty_part(self, sample: Any) -> None:
@@ -256,8 +258,8 @@ class Step:
     ) -> None:
         """Records that a prepared module is called with gradients enabled.
 
-        If the loop has fetched ahead, this shows which delivery is trained: training on it begins
-        when a module is first called with its tensors.
+        If the loop has fetched ahead, the call shows which delivery is trained: training on a
+        delivery begins when a module is first called with its tensors.
 
         Args:
             storages: references to the storages of the tensors that the module is called with.
@@ -278,7 +280,7 @@ class Step:
         """Makes a delivery the one being trained, because a module was called with its tensors.
 
         Raises:
-            UsageError: it is trained in a different order than it was handed out.
+            UsageError: deliveries are trained in a different order than they were handed out.
         """
         training_pass = delivery.training_pass
         training_pass.batch_in_use = delivery
@@ -329,7 +331,8 @@ class Step:
         """Returns the micro-batch whose factor a loss gets: usually the one being trained.
 
         In a loop over two loaders, the micro-batch being trained may be of one loader and the loss
-        of the other. Then any delivery of the loss gives the factor, as all have the same.
+        of the other. Then any delivery of the loss gives the factor, as all its deliveries have the
+        same factor.
         """
         current_pass = self.training_pass
         passes_of_loss = [delivery.training_pass for delivery in deliveries_of_loss]
@@ -398,8 +401,8 @@ class Step:
     def _check_fits_other_loops(self, training_pass: TrainingPass, micro_batch: MicroBatch) -> None:
         """Checks that a micro-batch can be trained while loops over other loaders are running.
 
-        If their batches have another factor for the loss, the forward passes of the prepared
-        modules are watched from now on, to show which loader's batch a loss comes from.
+        If the batches of those loops have another factor for the loss, the forward passes of the
+        prepared modules are watched from now on, to show which loader's batch a loss comes from.
 
         Raises:
             UsageError: the optimizer would step in the middle of another loop's global batch.
@@ -419,8 +422,8 @@ class Step:
     def end_pass(self, training_pass: TrainingPass, *, exhausted: bool = False) -> None:
         """Ends a pass. If it ended in the middle of a global batch, gradients are cleared.
 
-        The script may hold batches of the pass, and train on them later. They are kept in mind, so
-        that their losses are recognised.
+        The script may hold batches of the pass, and train on them later. These batches are kept in
+        mind, so that their losses are recognised.
 
         Args:
             training_pass: the pass.
@@ -503,9 +506,9 @@ class Step:
         """Returns True if an optimizer has stepped for the current global batch of a pass.
 
         A loop over `zip(one, other)` trains on a batch of each, and then the optimizer steps. The
-        step is for both, but it is recorded only in the pass over `other`, which was fetched last.
-        So for the pass over `one`, the answer is also True if the pass over `other` has recorded
-        it.
+        step is for both batches, but it is recorded only in the pass over `other`, which was
+        fetched last. So for the pass over `one`, the answer is also True if the pass over `other`
+        has recorded the step.
         """
         if not training_pass.micro_batch.last:
             return False

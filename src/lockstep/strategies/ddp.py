@@ -313,7 +313,7 @@ class DDP(base.Strategy):
             raise UsageError(
                 "a backward pass that does not use every embedding with sparse gradients",
                 f"on this rank the loss does not use all of {join_first(sparse)}, and torch cannot "
-                "average a sparse gradient that is not there, under find_unused_parameters either",
+                "average a sparse gradient that is not there, not even with find_unused_parameters",
                 "build them without sparse=True, use them in every step on every rank, or freeze "
                 "them with requires_grad_(False) before world.prepare",
                 code="LS301",
@@ -329,8 +329,8 @@ class DDP(base.Strategy):
         if self.compress is None or run.settings.uncompressed:
             return None
 
-        # All compressions except bf16 add the rounding error of a step to the gradients of the
-        # next. Under fp16 these may have another scale, as that of the loss changes between steps.
+        # All compressions except bf16 add the rounding error of a step to the gradients of the next
+        # step. Under fp16 the loss, and so its gradients, may have another scale in the next step.
         if self.compress != "bf16" and run.settings.precision == "fp16":
             raise SettingError(
                 f"compress={self.compress!r} with precision='fp16'",
@@ -390,18 +390,18 @@ class _BucketAverager:
             future = cast(dist.Work, work).get_future()
             return future.then(lambda reduced: reduced.value()[0])
 
-        all_ranks_share_memory = self._shared is not None and self._shared.is_only_machine
-        if self._shared is not None and all_ranks_share_memory:
+        if self._shared is None:
+            wait = routing.start_all_reduce(gradients.mul_(self._scale))
+            return self._pending.add(bucket, wait)
+
+        all_ranks_share_memory = self._shared.is_only_machine
+        if all_ranks_share_memory:
             self._shared.all_reduce(gradients, scale=self._scale)
             averages = torch.futures.Future[Tensor]()
             averages.set_result(gradients)
             return averages
 
-        if self._shared is None:
-            wait = routing.start_all_reduce(gradients.mul_(self._scale))
-        else:
-            wait = self._shared.start_all_reduce(gradients, scale=self._scale)
-
+        wait = self._shared.start_all_reduce(gradients, scale=self._scale)
         return self._pending.add(bucket, wait)
 
 
@@ -577,9 +577,9 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
                 "close at the very end, or evaluate under torch.no_grad()",
             )
 
-        # Another DDP class around this one would average these gradients a second time. An ExactDDP
-        # around it does no harm: it has other parameters, or is this one itself, whose module calls
-        # its own wrapper.
+        # Another DDP class around this wrapper would average these gradients a second time. An
+        # ExactDDP does no harm: it has other parameters, or it is this wrapper, called by its own
+        # module.
         outer = enclosing_ddp()
         is_inside_other_class = outer is not None and not isinstance(outer, ExactDDP)
         if is_inside_other_class:
@@ -658,7 +658,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         """Prepares torch for the backward pass that is about to run.
 
         Each forward pass prepares torch's reducer, which sends the gradients, for one backward pass
-        through the outputs of this forward pass. For other backward passes it is prepared here.
+        through the outputs of this forward pass. For other backward passes, the reducer is prepared
+        here.
 
         Args:
             loss: the tensor on which `backward` is about to be called.
@@ -670,14 +671,14 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
 
         traffic.sent += self._bytes_to_count  # by torch's own all-reduce in this backward pass
 
-        # If no forward pass has run since the module was prepared, the loss does not depend on it.
+        # Without any forward pass of the module, the loss does not depend on the module.
         has_ever_run_forward = self._guard.num_forwards > 0
         if not has_ever_run_forward:
             return
 
         # 1 forward pass, as in most loops: the reducer is prepared.
         # 0: the loop calls `backward` twice, so the reducer must be prepared again.
-        # 2 or more: it is only prepared for the outputs of the last one, instead of all.
+        # 2 or more: it is only prepared for the outputs of the last forward pass.
         reducer_is_prepared = forwards_since_backward == 1
         if reducer_is_prepared:
             return
@@ -696,8 +697,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Registers a communication hook of the user, which replaces the hook of Lockstep.
 
-        Lockstep registers its own hook by this method too. Such a hook is an object that is passed
-        as `state`, so `state` tells the two apart.
+        Lockstep registers its own hook by this method too. Its own hook is an object that is passed
+        as `state`, so a hook with another `state` is one of the user.
 
         Raises:
             UsageError: Lockstep's hook cannot be replaced, because it compresses gradients or sums
@@ -750,13 +751,13 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Checks before a step that the optimizer's gradients were averaged over the ranks.
 
-        They were averaged if they come from a forward pass of this wrapper. So there must have been
-        one since the latest step of this optimizer (or since the beginning, before its first step).
+        The gradients were averaged if they come from a forward pass of this wrapper. So the wrapper
+        must have run one since the latest step of this optimizer, or at all before its first step.
 
         Raises:
             UsageError: gradients were not averaged, or some parameters have no gradient.
         """
-        # Asked in each step, because it counts the forward passes since it was asked last.
+        # Called in each step, because it looks for forward passes since its last call.
         has_run_forward = self._has_run_forward_since_last_step(optimizer)
 
         trained = self._trainable_parameters_of(optimizer)
@@ -827,8 +828,8 @@ class ExactDDP(base.ModuleWrapper, DistributedDataParallel):
         """Raises UsageError unless the options allow parameters without a gradient.
 
         With `find_unused_parameters` torch looks for such parameters in each step. With
-        `static_graph` it has found them in the first step. Without these options it waits for their
-        gradients, and never averages the buckets that they are in.
+        `static_graph` torch has found them in the first step. Without these options torch waits for
+        the missing gradients, and never averages the buckets that these belong to.
 
         Args:
             trained: the names and the parameters of this module that the optimizer holds.

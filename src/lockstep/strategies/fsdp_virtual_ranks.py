@@ -384,12 +384,12 @@ class ShardedVirtualRanks(Extension):
         if micro_batch.first:
             self.clear_gradients()
         elif micro_batch.virtual_rank_begins:
-            self._end_virtual_rank()
+            self._end_previous_virtual_rank()
 
         if micro_batch.virtual_rank_begins:
             self._skipped_virtual_ranks.begin(micro_batch)
 
-    def _end_virtual_rank(self) -> None:
+    def _end_previous_virtual_rank(self) -> None:
         """Removes the zeros that the backward pass of a virtual rank leaves in `parameter.grad`.
 
         Without a backward pass, the gradients there are those of earlier global batches, and stay.

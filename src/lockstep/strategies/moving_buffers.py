@@ -156,17 +156,21 @@ class MovingBuffers:
         sums = self._bit_sums()
         has_changed = (sums != self._first_sums).to(torch.int64)
 
-        # A maximum over the ranks of each row gives: whether any rank has changed the buffer (1),
-        # the largest sum, and the smallest sum as a negative number.
-        maxima = torch.stack([has_changed, sums, -sums])  # shape (3, buffers)
+        # The smallest sum of all ranks is found as a maximum, too: -min(sums) = max(-sums).
+        largest_sums = sums
+        negative_smallest_sums = -sums
 
         # If this rank had no samples, its buffers have kept their old values. It sends the smallest
-        # possible number in the two rows of sums, so that their maxima are those of other ranks.
+        # possible number in place of sums, so that the maxima are those of other ranks.
         micro_batch = self._step.micro_batch
         rank_has_no_samples = micro_batch.global_samples > 0 and micro_batch.local_rows == 0
         if rank_has_no_samples:
-            maxima[1:] = torch.iinfo(torch.int64).min
+            never_a_maximum = torch.full_like(sums, torch.iinfo(torch.int64).min)
+            largest_sums = never_a_maximum
+            negative_smallest_sums = never_a_maximum
 
+        # In place, the maximum of each number over all ranks.
+        maxima = torch.stack([has_changed, largest_sums, negative_smallest_sums])
         routing.all_reduce(maxima, dist.ReduceOp.MAX, self._group)
         changed, largest, negative_smallest = maxima.tolist()
 

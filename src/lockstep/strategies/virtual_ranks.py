@@ -286,12 +286,12 @@ class VirtualRankGradients(Extension):
             self._script_cleared_gradients = False
             self._skipped_virtual_ranks.begin(micro_batch)
         elif micro_batch.virtual_rank_begins and self._previous is not None:
-            self._end_virtual_rank(self._previous)
+            self._end_previous_virtual_rank(self._previous)
             self._skipped_virtual_ranks.begin(micro_batch)
 
         self._previous = micro_batch
 
-    def _end_virtual_rank(self, last_micro_batch: MicroBatch) -> None:
+    def _end_previous_virtual_rank(self, last_micro_batch: MicroBatch) -> None:
         """Adds the gradients of a virtual rank to the sum, once it has had all its micro-batches.
 
         If it had no backward pass, it adds zeros. The gradients in the parameters are then those of

@@ -378,7 +378,7 @@ class Preparer:
           them before, so they are computed here.
 
         Returns:
-            The object that knows their values; None if nothing is on the meta device.
+            The object that knows the values of these tensors; None if there are no such tensors.
         """
         if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
             return None
@@ -490,8 +490,10 @@ class Preparer:
         group = self.run.groups.get(self._plan.statistics_group)
         converted = sync_batchnorm.convert(module, group)
 
-        # What follows "statistics of" in the line to print.
-        if self._plan.virtual_ranks is not None:  # DiLoCo's replicas, which train copies
+        # A line to print is, for example, "batchnorm: 2 synchronised (statistics of the global
+        # batch, as on one device)".
+        trains_replicas = self._plan.virtual_ranks is not None  # with DiLoCo
+        if trains_replicas:
             statistics_of = "the replica's part of the global batch"
         elif self._may_use_micro_batches():
             statistics_of = "each micro-batch over all ranks, not of the global batch"
@@ -514,7 +516,7 @@ class Preparer:
 
         if any(loader.micro_batches > 1 for loader in loaders):
             return True
-        return is_auto(settings.micro_batch_size)  # it is yet to be measured
+        return is_auto(settings.micro_batch_size)  # the size is yet to be measured
 
     # Optimizers and schedulers
 
@@ -535,7 +537,7 @@ class Preparer:
         if self.run.settings.virtual_ranks is not None:
             refuse_optimizer_with_bits_that_depend_on_shards(optimizer)
 
-        reason = choose_foreach(optimizer, self.run.device)  # None if it stays as it is
+        reason = choose_foreach(optimizer, self.run.device)  # None if `foreach` is not changed
         if reason:
             self._note_choice("optimizer", f"{type(optimizer).__name__}, foreach", reason)
 
@@ -620,9 +622,9 @@ class Preparer:
     def _move_state(
         self, optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter | None
     ) -> None:
-        """Moves the state of a parameter to the one that replaces it.
+        """Moves the state of a parameter to the parameter that replaces it.
 
-        If that is on another rank, so that `new` is None, the state is removed.
+        If the new parameter is on another rank, so that `new` is None, the state is removed.
         """
         state = self._take_state(optimizer, old)
         if state and new is not None:
@@ -630,10 +632,14 @@ class Preparer:
             optimizer.state[new] = map_leaves(partial(reshard, own_tensor=new), state)
 
     def _take_state(self, optimizer: Optimizer, parameter: nn.Parameter) -> Any:
-        """Removes the state of a parameter that was replaced from an optimizer, and returns it.
+        """Removes the state of a replaced parameter, and returns it.
+
+        Args:
+            optimizer: the optimizer that has the state.
+            parameter: the parameter from before the replacement.
 
         Returns:
-            The state; None if the parameter has none.
+            The state; None if the parameter has no state.
 
         Raises:
             UsageError: the optimizer has stepped already.
@@ -748,17 +754,17 @@ def check_model(module: nn.Module, num_processes: int) -> None:
 
 def _check_loader_of_virtual_ranks(shares: Any, micro_batch_size: Any) -> None:
     """Raises SettingError for settings that a loader cannot have with virtual ranks."""
-    # Shares decide which virtual ranks a process computes, and a process computes the same virtual
-    # ranks for all loaders.
+    # Shares decide which virtual ranks a process computes. They are the same for all loaders.
     if shares is not None:
         raise SettingError(
             f"shares={shares!r} of a loader with virtual_ranks",
-            "they say which virtual ranks a process computes, and that is one thing in a run",
+            "they say which virtual ranks a process computes, which are the same for all loaders "
+            "of a run",
             "set them for the run: lockstep.init(shares=...)",
         )
 
-    # The size decides the order of sums, and so the bits of results. A measured size may be another
-    # one in the next run.
+    # The size decides the order of sums, and so the bits of results. If the size is measured, it
+    # may differ in the next run.
     if is_auto(micro_batch_size):
         raise SettingError(
             "micro_batch_size='auto' with virtual_ranks",

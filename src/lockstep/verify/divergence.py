@@ -93,10 +93,11 @@ class Divergence:
 
     @property
     def max_error(self) -> float:
-        """Largest fraction of a gradient's norm that counts as rounding when others explain it.
+        """Largest fraction of a gradient's norm that counts as rounding, in rules about causes.
 
-        Rules that explain a gradient by other gradients, for example as a multiple of one, compute
-        with several rounded values, so more rounding is allowed than in a direct comparison.
+        A rule may explain a gradient by other gradients, for example as a multiple of another one.
+        It then computes with several rounded values, so more rounding is allowed than in a direct
+        comparison.
         """
         return max(1e-7, 10 * self.tolerance.relative)
 
@@ -256,8 +257,8 @@ def _differences_before_step(
 ) -> Iterator[Difference]:
     """Yields a difference if the script has changed parameters since the last step.
 
-    Its kind is "kept", as the parameters were not kept as they were. They are compared by their
-    sums, which a rank has only for parameters that it holds as a whole.
+    Its kind is "kept", as the parameters were not kept as they were. Parameters are compared by
+    their sums. A rank has the sums only of parameters that it holds as a whole.
     """
     expected_sums = expected.merged("parameter_sums")
     actual_sums = actual.merged("parameter_sums")
@@ -278,7 +279,7 @@ def _compare_samples(expected: Update, actual: Update) -> Difference | None:
     Returns:
         A difference of the kind "samples" or "contents"; None if there is none.
     """
-    # Each is True, False, or None if it is not known.
+    # Each of the two answers is True, False, or None if it is not known.
     same_indices, same_contents = same_samples(expected, actual)
     nothing_is_known = same_indices is None and same_contents is None
     if same_contents or nothing_is_known:
@@ -368,12 +369,13 @@ def same_samples(expected: Update, actual: Update) -> tuple[bool | None, bool | 
     """
     same_indices = _same_counts(expected.samples_by_index(), actual.samples_by_index())
 
-    # Contents can be compared only if all samples have one shape. There is none if no contents were
-    # recorded. There are several if batches are padded to their longest sample; then one and the
-    # same sample may have several shapes.
+    # Contents can be compared only if all samples have one shape. No shape is known if no contents
+    # were recorded. There are several shapes if batches are padded to their longest sample, and
+    # then the same sample may have another shape in each update.
     batches_of_both = [*expected.batches, *actual.batches]
     shapes = {batch.shape for batch in batches_of_both if batch.contents}
-    if len(shapes) != 1:
+    have_one_shape = len(shapes) == 1
+    if not have_one_shape:
         return same_indices, None
 
     return same_indices, _same_counts(expected.samples_by_contents(), actual.samples_by_contents())

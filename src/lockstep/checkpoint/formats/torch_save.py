@@ -110,8 +110,10 @@ def _load_weights_only(path: Path, *, mapped: bool) -> Any:
         file_exceeds_memory = mapped and os.strerror(errno.ENOMEM) in str(error)
         if not file_exceeds_memory:
             raise
-    # A private mapping, torch's default, may not be larger than memory. A shared one may, but it
-    # needs permission to write to the file. Nothing here writes to it.
+
+    # The file is larger than memory, and so cannot have a private mapping, torch's default. A
+    # shared mapping has no such limit. It needs permission to write to the file, although nothing
+    # here writes to it.
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
@@ -144,15 +146,15 @@ def read_torch_index(path: Path, weight_map: Mapping[str, str], trust: bool) -> 
 def check_archive(path: Path, file: IO[bytes]) -> list[zipfile.ZipInfo]:
     """Returns the members of an archive, after checking that they are not larger than the file.
 
-    `torch.save` compresses nothing. A small file of somebody else may be compressed so that torch
-    would decompress it to more than there is memory.
+    `torch.save` compresses nothing. A small file from elsewhere may be compressed, and torch would
+    decompress it to more bytes than there is memory.
 
     Args:
         path: the path of the file, for errors.
         file: the open file, or a part of one. It is at its beginning afterwards.
 
     Raises:
-        CheckpointError: it is no archive as `torch.save` writes it.
+        CheckpointError: the file is no archive, or is not as `torch.save` writes archives.
     """
     file_size = file.seek(0, os.SEEK_END)
     try:

@@ -39,6 +39,8 @@ class PhaseTimes(Extension):
     def phase_entered(self, phase: str) -> None:
         """Ends the present phase, adds its time to the sums, and begins another phase.
 
+        Phases before the first step are kept in mind, and their time is not added.
+
         For example, a backward pass of 100 ms in which this rank waits for other ranks for 30 ms
         adds 70 ms to "backward" and 30 ms to "communication".
         """
@@ -53,7 +55,7 @@ class PhaseTimes(Extension):
                 seconds_in_phase -= blocked_in_phase_s
             self._seconds[self._phase] += seconds_in_phase
         elif phase in FIRST_PHASES:
-            # Nothing was measured before the first step, which begins now.
+            # The first step begins now.
             self._has_begun = True
             self.last_step_end_s = now
 

@@ -126,13 +126,14 @@ class _NumberedKinds:
         """The loaders so far with values of a name, a kind and a step, in this order."""
 
     def numbered(self, kind: str, name: str, step: float, loader: int | None) -> str:
-        """Returns the kind of a value, with a number if its loader is not the first with it.
+        """Returns the kind of a value, with a number if another loader had such a value before.
 
         Args:
             kind: the kind without a number, such as "evaluation".
             name: the name of the value.
-            step: the number of the steps before it.
-            loader: the number of its loader; None outside of any loop, where no number is needed.
+            step: the number of steps before the value was logged.
+            loader: the number of the value's loader; None outside of any loop, where no number is
+                needed.
         """
         if loader is None:
             return kind
@@ -269,9 +270,9 @@ class Start:
     """One start of the run: from the moment its ranks were started to their end."""
 
     name: str
-    """What the names of its files begin with: the nanoseconds of its time, `-`, an id."""
+    """The beginning of the names of the start's files: its time in nanoseconds, `-`, an id."""
     records: dict[int, RankRecord] = field(default_factory=dict)
-    """The records of its ranks, by rank."""
+    """The records of the ranks in this start, by rank."""
     reached_init: bool = True
     """False if no rank reached `lockstep.init`: then only the launcher wrote about this start."""
     launcher_lines: list[LauncherLine] = field(default_factory=list)
@@ -279,7 +280,7 @@ class Start:
 
     @property
     def time(self) -> float:
-        """When it began, as `time.time()`."""
+        """When the start began, as `time.time()`."""
         nanoseconds = self.name.partition("-")[0]
         return int(nanoseconds) / 1e9
 
@@ -376,16 +377,17 @@ class Start:
         `World.backward`, which is given the loss. The list is empty if the file of a rank is
         missing.
         """
+        # For each rank, `{(last step of a row, number of its steps): loss}`.
         losses_of_ranks = [record.loss_by_steps() for record in self._contributing_records()]
         if not losses_of_ranks:
             return []
 
         # Rows of two ranks belong together if they cover the same steps.
         found: list[LossRow] = []
-        for last_step, num_steps in losses_of_ranks[0]:
-            covered_steps = (last_step, num_steps)
+        for covered_steps in losses_of_ranks[0]:
             all_ranks_have_row = all(covered_steps in losses for losses in losses_of_ranks)
             if all_ranks_have_row:
+                last_step, num_steps = covered_steps
                 mean = np.mean([losses[covered_steps] for losses in losses_of_ranks])
                 found.append(LossRow(int(last_step), int(num_steps), float(mean)))
         return found
@@ -511,11 +513,11 @@ class Record:
         return num_lines
 
     def _assign_launcher_lines(self) -> None:
-        """Sets the `launcher_lines` of each start: what was written from it to the next start."""
+        """Sets the `launcher_lines` of each start: the lines from its time to the next start's."""
         lines = [line for line in self._all_launcher_lines() if line["kind"] != "start"]
         lines.sort(key=lambda line: line["time"])
         for index, start in enumerate(self.starts):
-            # What was written before the first start belongs to the first.
+            # Lines from before the first start belong to the first start.
             begin = start.time if index > 0 else -math.inf
             is_last = index == len(self.starts) - 1
             end = math.inf if is_last else self.starts[index + 1].time
@@ -626,7 +628,7 @@ def _logged_lines_by_key(record: RankRecord) -> dict[tuple[Any, ...], dict[str, 
 
 
 def _starts_with_ends(lines: Sequence[LauncherLine]) -> Iterator[tuple[LauncherLine, float]]:
-    """Yields the line of each start of a launcher, and when it ended: infinity if it goes on."""
+    """Yields the line of each start of a launcher, and the time of the start's end, or infinity."""
     for index, line in enumerate(lines):
         if line["kind"] == "start":
             yield line, _time_of_end(lines[index + 1 :])

@@ -102,7 +102,7 @@ class RankEnding:
         """
         for process in self._attempt.running:
             if process.pid is not None and exit_code_of_ending_process(process.pid) is not None:
-                self._watch_end(process, process.pid, "its program's end")
+                self._watch_end(process, process.pid, ended_by="its program's end")
 
     def save_evidence(self) -> None:
         """Copies the evidence of the ranks from memory into their folders, and frees the memory.
@@ -152,7 +152,7 @@ class RankEnding:
             self._give_up_unstarted()
             for process in self._attempt.running:
                 if process.pid is not None:  # otherwise it has not been started yet
-                    self._watch_end(process, process.pid, "SIGKILL")
+                    self._watch_end(process, process.pid, ended_by="SIGKILL")
             if self._attempt.running:
                 self._ranks.read_events(timeout=0.2)
 
@@ -168,7 +168,8 @@ class RankEnding:
             return
 
         fork_server_pid = self._ranks.fork_server_pid
-        progress = self._late_end_of(fork_server_pid).check()  # first called after SIGKILL
+        # The time to answer begins at the first check, when the ranks have been sent SIGKILL.
+        progress = self._late_end_of(fork_server_pid).check()
         fork_server_may_answer = progress is not Progress.GIVEN_UP
         if fork_server_may_answer:
             return
@@ -180,13 +181,13 @@ class RankEnding:
         )
         self._ranks.kill_fork_server()
 
-    def _watch_end(self, process: Process, pid: int, since: str) -> None:
+    def _watch_end(self, process: Process, pid: int, *, ended_by: str) -> None:
         """Announces that a rank's process is slow to end, and gives up on it if it does not end.
 
         Args:
             process: a rank that should have ended.
             pid: id of its process.
-            since: what should have ended it, for the announcement: `SIGKILL`.
+            ended_by: what should have ended it, for the announcement, such as "SIGKILL".
         """
         late_end = self._late_end_of(pid)
         progress = late_end.check()
@@ -194,12 +195,12 @@ class RankEnding:
             return
 
         text = (
-            f"process {pid} has not ended {late_end.waited_s:.0f} s after {since}: "
+            f"process {pid} has not ended {late_end.waited_s:.0f} s after {ended_by}: "
             f"{describe_state(pid)}"
         )
         if progress is Progress.GIVEN_UP:
-            # The kernel may know the exit code of a process that it has not removed yet. If not,
-            # SIGKILL, which the process was sent, counts as its end.
+            # The process still exists, but may have an exit code already. Otherwise it counts as
+            # ended by SIGKILL, which it was sent.
             code = exit_code_of_ending_process(pid)
             if code is None:
                 code = -signal.SIGKILL

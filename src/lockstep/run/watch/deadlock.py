@@ -117,8 +117,8 @@ def _ranks_led_elsewhere_by_error(
     calls_with_error = _kinds_of_calls(with_error, mismatch)
     calls_without_error = _kinds_of_calls(without_error, mismatch)
 
-    # If ranks 0 and 2, without an exception, wait in different calls, or if there is no rank
-    # without one, another reason must exist.
+    # If ranks 0 and 2, which handle no exception, wait in different calls, or if all ranks handle
+    # an exception, another reason must exist.
     others_are_in_one_call = len(calls_without_error) == 1
 
     # If rank 1, with an exception, waits in `all_reduce` too, it was not led elsewhere.
@@ -509,8 +509,9 @@ def _advice_on_ddp_forward(waiting: Mapping[int, Activity]) -> tuple[str, ...]:
     """Returns the advice if only some ranks are in the forward pass of a DDP model.
 
     If they train, they make more steps than the other ranks. If they evaluate, the other ranks do
-    not evaluate. The first rank that may be training decides.
+    not evaluate. If it is not known which of the two a rank does, both pieces of advice are given.
     """
+    # The first rank that does not surely evaluate decides.
     for rank in _ranks_in_ddp_forward(waiting):
         loop = _loop_of(waiting[rank])
         if loop is _Loop.TRAINING:

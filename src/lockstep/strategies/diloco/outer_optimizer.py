@@ -125,7 +125,7 @@ class OuterOptimizer:
     def _add_quantization_errors(self, sums: Sequence[Tensor], fragment: int) -> None:
         """Adds the errors of the last quantized exchange of a fragment to its next, exact one.
 
-        There are such errors only if the run was compressed before it was resumed without.
+        There are such errors only if the run was resumed without the compression that it had.
 
         Args:
             sums: for each parameter of the fragment, a sum over the virtual ranks of this process.
@@ -176,8 +176,8 @@ class OuterOptimizer:
     def _take_quantization_errors(self, fragment: int) -> list[Tensor | None]:
         """Returns what quantization lost of a fragment when it was last sent, and forgets it.
 
-        It is added to what is sent now, so it must not be added again: the run may have been
-        resumed with another `compress`, which leaves no new errors in its place.
+        The error is added to what is sent now, so it must not be added again: the run may have been
+        resumed with another `compress`, which leaves no new error in place of the old one.
 
         Returns:
             The error of each virtual rank of this process; None if there is none.
@@ -263,8 +263,8 @@ class OuterOptimizer:
         if num_fragments != num_saved:
             raise CheckpointError(
                 f"resuming with DiLoCo(fragments={num_fragments})",
-                f"the checkpoint is of a round in {count_noun(num_saved, 'fragment')}, and holds "
-                "what is still to be exchanged of each",
+                f"the checkpoint was saved with {count_noun(num_saved, 'fragment')}, and holds "
+                "what is still to be exchanged of each fragment",
                 f"continue with fragments={num_saved}; or begin anew from the shared weights: "
                 "lockstep.load_weights(model, folder)",
             )

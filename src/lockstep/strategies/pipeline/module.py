@@ -228,7 +228,7 @@ class PipelinedModule(ModuleWrapper):
 
         if self._failure:
             raise UsageError(
-                "a call of the model after an exception in it that was caught",
+                "a call of the model after an earlier call raised an exception, which was caught",
                 f"{with_article(self._failure)} on this rank: the others wait for what it did not "
                 "send",
                 "let the exception end the run; check on all ranks, before the call, whatever may "
@@ -326,8 +326,8 @@ class PipelinedModule(ModuleWrapper):
         1. Keep the loss, whose backward pass runs when it is this micro-batch's turn.
         2. Start receiving the gradients of this micro-batch.
         3. Do the actions that are possible now.
-        4. After the last micro-batch of a global batch: do all that remain, after which the
-           gradients are complete. With several pipelines they are then averaged.
+        4. After the last micro-batch of a global batch: do all remaining actions. Then the
+           gradients are complete, and are averaged if there are several pipelines.
 
         Args:
             loss: the weighted loss. It is only used on ranks with the last stage.
@@ -472,7 +472,7 @@ class PipelinedModule(ModuleWrapper):
             seed=mix_seed(batch.seed, action.micro_batch),
             may_receive_next_early=another_micro_batch_follows,
         )
-        # The backward pass gets gradients of these only.
+        # In the backward pass, the next stage sends gradients of these tensors only.
         sent_with_gradient = [tensor for tensor in result.sent if tensor.requires_grad]
         batch.boundary_tensors[action.stage, action.micro_batch] = BoundaryTensors(
             result.received, sent_with_gradient
@@ -683,7 +683,7 @@ class PipelinedModule(ModuleWrapper):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Receives the gradients of the tensors that a stage has sent to the next stage.
 
-        Their receives may have been posted (started) before. Then this only waits for them.
+        If the receives were started before (posted), this only waits for them.
 
         Args:
             batch: the global batch.
@@ -831,7 +831,7 @@ class PipelinedModule(ModuleWrapper):
         """Waits until everything has been sent, except gradients.
 
         A script may evaluate between two micro-batches of a global batch. Then another rank may
-        receive gradients of the first one only after its evaluation.
+        receive gradients of the first micro-batch only after its evaluation.
         """
         for wire in self._activation_wires + self._output_wires:
             wire.wait()

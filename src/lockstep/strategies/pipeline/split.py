@@ -81,12 +81,11 @@ def _find_units(name: str, module: nn.Module, blocks: list[str]) -> list[tuple[s
     # call its submodules in an order of its own, so it stays whole.
     is_whole_model = name == ""
     is_container = isinstance(module, _CONTAINERS)
-    # The names of all blocks inside of this module begin with its prefix.
-    prefix = "" if is_whole_model else f"{name}."
-    contains_blocks = any(block.startswith(prefix) for block in blocks)
+    contains_blocks = any(block.startswith(f"{name}.") for block in blocks)
     if not (is_whole_model or is_container or contains_blocks):
         return [(name, module)]
 
+    prefix = "" if is_whole_model else f"{name}."
     units: list[tuple[str, nn.Module]] = []
     for child_name, child in children:
         units += _find_units(f"{prefix}{child_name}", child, blocks)

@@ -135,12 +135,16 @@ class ForwardRecorder:
         if is_trained_batch_norm:
             self._note_batch_norm(module)
 
-        # The inputs of a model are converted like the model itself. A module without tensors, such
-        # as a loss function, was not converted.
-        if is_model and has_tensors(module):
-            return self.state.mode.determinism.convert(inputs)
+        return self._converted_inputs(module, inputs) if is_model else None
 
-        return None
+    def _converted_inputs(self, model: nn.Module, inputs: Any) -> Any:
+        """Returns the inputs of a model, converted like the model itself.
+
+        Returns None for a module without tensors, such as a loss function, which was not converted.
+        """
+        if not has_tensors(model):
+            return None
+        return self.state.mode.determinism.convert(inputs)
 
     def _enter_model(self, module: nn.Module, inputs: Any, marks: dict[str, Any]) -> None:
         """Records the start of a model's forward pass.
@@ -269,8 +273,8 @@ class ForwardRecorder:
         """Records the parameters, and the plain attributes of modules, that a forward pass uses.
 
         Before the first backward pass of the update, all parameters are recorded. They should stay
-        the same until the step. So after each backward pass, only those are recorded that the
-        script has changed.
+        the same until the step. So after each backward pass, only the parameters that the script
+        has changed are recorded.
         """
         update = self.state.update
         if not update.module_tensors_before:  # recorded once in an update

@@ -236,17 +236,18 @@ class OptimizerRecorder:
     def _copy_backward_passes_of_last_update(self) -> None:
         """Copies the backward passes from the last update, if this update had none of its own.
 
-        If two optimizers step after one backward pass, it belongs to the updates of both. Each
-        optimizer step ends an update.
+        Each optimizer step ends an update. If two optimizers step after one backward pass, the
+        backward pass belongs to both updates.
         """
         state = self.state
         last_update = state.last_update_without_results  # without the parameters after its step
 
         # Each backward pass has recorded a loss.
-        this_has_backward_pass = bool(state.update.losses)
-        last_has_backward_pass = bool(last_update.losses)
-        if this_has_backward_pass or not last_has_backward_pass:
+        has_own_backward_pass = bool(state.update.losses)
+        last_update_has_backward_pass = bool(last_update.losses)
+        if has_own_backward_pass or not last_update_has_backward_pass:
             return
+
         fields = {name: getattr(last_update, name) for name in FIELDS_OF_BACKWARD_PASSES}
         state.update = replace(state.update, **fields)
 
@@ -314,7 +315,7 @@ class OptimizerRecorder:
 
         Args:
             optimizer: optimizer that steps.
-            parameter_ids: ids of its parameters.
+            parameter_ids: ids of the optimizer's parameters.
         """
         model_is_prepared = self.state.models.has_prepared(parameter_ids)
         optimizer_is_prepared = optimizer in self.prepared_by_lockstep
@@ -403,26 +404,32 @@ class OptimizerRecorder:
             self.state.update.local_gradients = local_gradients
 
     def _finish_update(self, optimizer: Optimizer) -> None:
-        """Writes the complete update, begins the next one, and counts the step.
-
-        Usually, one call of `optimizer.step()` is one step of the training. With DiLoCo, a process
-        may train several replicas of the model in turn, each with `step()` calls of its own. For
-        example, with 2 replicas, two calls make one step: an update is written after each call, and
-        the step is counted after the second one.
-        """
+        """Writes the complete update, begins the next one, and counts a complete step."""
         state = self.state
-        micro_batch = state.micro_batch
-        replica = micro_batch.virtual_rank_number if state.trains_replicas else None
+        replica = state.micro_batch.virtual_rank_number if state.trains_replicas else None
         next_update_number = state.finish_update(
             state.update, self._batches_for_next_update, replica
         )
 
-        # Model calls from the next update on belong to the next step of this optimizer.
+        # Each model call is recorded with the number of its update. The number tells the next step
+        # of this optimizer whether a call was made in an earlier step.
         state.first_update_of_next_step[optimizer] = next_update_number
 
-        is_last_replica = micro_batch.last  # `last` means: the last one of the global batch
-        if not state.trains_replicas or is_last_replica:
+        if self._step_is_complete():
             state.steps_of[optimizer] += 1
+
+    def _step_is_complete(self) -> bool:
+        """True if the call of `optimizer.step()` that has just ended completes a training step.
+
+        Usually each call is one step. With DiLoCo, a process may train several replicas of the
+        model in turn, each with a `step()` call of its own. With 2 replicas, the second call
+        completes the step.
+        """
+        if not self.state.trains_replicas:
+            return True
+
+        # The replicas share the global batch. Its last micro-batch is that of the last replica.
+        return self.state.micro_batch.last
 
     def _record_step_results(self, optimizer: Optimizer) -> None:
         """Records parameters and buffers after a step.

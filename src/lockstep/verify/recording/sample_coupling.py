@@ -24,12 +24,14 @@ DISTANCE_NODES = ("CdistBackward0", "EuclideanDistBackward0", "PdistBackward0")
 """Autograd nodes that torch cannot differentiate twice, at least not for a distance of zero."""
 
 
-def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
-    """True if the gradient for one sample's output depends on the outputs of other samples.
+def compares_samples(loss: Tensor, outputs: Sequence[Tensor], num_samples: int) -> bool:
+    """True if a loss compares samples, as a contrastive loss does.
 
-    The test takes second derivatives of the loss. Torch cannot compute these for a distance between
-    outputs (`torch.cdist`), which is common in losses that compare samples, so the test also looks
-    for distances among the operations that computed the loss. It does not find:
+    Then the gradient with respect to one sample's output depends on the outputs of other samples.
+    To find this dependence, the test takes second derivatives of the loss. Torch cannot compute
+    second derivatives of a distance between outputs (`torch.cdist`), which is common in losses that
+    compare samples, so the test also looks for distances among the operations that computed the
+    loss. It does not find:
 
     - a dependence that stays the same under small changes of the outputs, such as a sort order or a
       detached weight;
@@ -38,31 +40,35 @@ def compares_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> b
     Args:
         loss: a scalar loss.
         outputs: outputs of the models.
-        samples: number of samples in the batch.
+        num_samples: number of samples in the batch.
     """
-    if samples <= 1 or not loss.requires_grad:
+    if num_samples <= 1 or not loss.requires_grad:
         return False
 
     # A contrastive model may return two rows for each sample, one for each view of it. With more
     # rows, such as one for each token, it is not known which rows belong to which sample.
     tested = []
     for output in _final_outputs(outputs):
-        if output.dim() > 0 and len(output) in (samples, 2 * samples):
+        if output.dim() > 0 and len(output) in (num_samples, 2 * num_samples):
             tested.append(output)
 
-    if not tested or sum(t.numel() for t in tested) > MAX_VALUES:
+    if not tested:
         return False
-    return _has_coupled_gradients(loss, tested, samples) or _measures_distances(loss, tested)
+    takes_too_long = sum(output.numel() for output in tested) > MAX_VALUES
+    if takes_too_long:
+        return False
+
+    return _has_coupled_gradients(loss, tested, num_samples) or _measures_distances(loss, tested)
 
 
-def _has_coupled_gradients(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
+def _has_coupled_gradients(loss: Tensor, outputs: Sequence[Tensor], num_samples: int) -> bool:
     """True if the gradient for one sample's output depends on the outputs of other samples.
 
     Also false if it is not known, because torch has no second derivative of some function.
     """
     try:
         gradients = torch.autograd.grad(loss, outputs, create_graph=True, materialize_grads=True)
-        return _samples_are_coupled(gradients, outputs, samples)
+        return _samples_are_coupled(gradients, outputs, num_samples)
     except RuntimeError:  # a function without a second derivative
         return False
 
@@ -94,25 +100,25 @@ def couples_samples(outputs: Sequence[Tensor], hidden: Tensor) -> bool:
 
 
 def _samples_are_coupled(
-    results: Sequence[Tensor], sources: Sequence[Tensor], samples: int
+    results: Sequence[Tensor], sources: Sequence[Tensor], num_samples: int
 ) -> bool:
     """True if rows of the results depend on rows of other samples in the sources.
 
     Args:
         results: tensors that were computed from the sources.
         sources: tensors with one or several rows for each sample, like the results.
-        samples: number of samples.
+        num_samples: number of samples.
     """
     weighted_results = [_weighted(t) for t in results]
     # For each tensor, an array with the number of the sample that each of its rows belongs to.
-    samples_of_results = [_sample_of_each_row(t, samples) for t in results]
-    samples_of_sources = [_sample_of_each_row(t, samples) for t in sources]
+    samples_of_results = [_sample_of_each_row(t, num_samples) for t in results]
+    samples_of_sources = [_sample_of_each_row(t, num_samples) for t in sources]
 
     # The samples are split into two groups. They are coupled if the results of one group have a
     # gradient with respect to sources of the other. Of 4 samples, bit 0 splits off the group of 1
     # and 3, and bit 1 the group of 2 and 3. Any two samples differ in some bit of their numbers,
     # so they are in different groups at least once.
-    num_bits = (samples - 1).bit_length()
+    num_bits = (num_samples - 1).bit_length()
     for bit in range(num_bits):
         rows_in_group = [_have_bit(sample_of_row, bit) for sample_of_row in samples_of_results]
         sum_of_group = _sum_of_rows(weighted_results, rows_in_group)
@@ -173,12 +179,12 @@ def _some_rows_have_gradient(gradients: Sequence[Tensor], examined_rows: Sequenc
     return False
 
 
-def _sample_of_each_row(tensor: Tensor, samples: int) -> Tensor:
+def _sample_of_each_row(tensor: Tensor, num_samples: int) -> Tensor:
     """Returns the number of the sample that each row of a tensor belongs to.
 
     For two views of three samples, the numbers are 0, 1, 2, 0, 1, 2.
     """
-    return torch.arange(len(tensor), device=tensor.device) % samples
+    return torch.arange(len(tensor), device=tensor.device) % num_samples
 
 
 def _measures_distances(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
