@@ -118,8 +118,8 @@ def _is_secret(name: str, value: str) -> bool:
 
     # The key of `--sort-key length` is the name of a column, and no secret. But a random text is
     # hidden all the same, as in `--sort-key 9f86d081884c7d659a2feaa0c55ad015`.
-    key_has_other_meaning = len(words) > 1 and words[-2] in WORDS_THAT_CHANGE_MEANING
-    if key_has_other_meaning:
+    word_has_other_meaning = len(words) > 1 and words[-2] in WORDS_THAT_CHANGE_MEANING
+    if word_has_other_meaning:
         return _LOOKS_RANDOM.fullmatch(value) is not None
 
     # `--use-auth-token true` has no secret either.

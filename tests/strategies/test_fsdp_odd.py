@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import os
 import pickle
 import warnings
@@ -360,6 +361,27 @@ def skipped_after_forward(strategy: Any, *, by_hand: bool) -> dict[str, Tensor]:
         return whole(model)
 
 
+def fetched_before_backward(strategy: Any) -> dict[str, Tensor]:
+    """The loop gets the next batch between a forward and a backward pass, so the loader has ended
+    before the backward pass of its last micro-batch."""
+    with lockstep.init(strategy, seed=5) as world:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = world.prepare(model, optimizer)
+        loader = world.loader(tensors(32), 16, micro_batch_size=8 // world.size)
+        for _ in range(2):
+            batches = iter(loader)
+            fetched = [next(batches), next(batches)]  # two, so that forward passes are noted
+            while fetched:
+                loss = entropy(model, fetched.pop(0))
+                if not fetched:
+                    fetched = list(itertools.islice(batches, 1))
+                world.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        return whole(model)
+
+
 def recomputed(strategy: Any) -> dict[str, Tensor]:
     """Backward passes run the whole forward pass again, and the second one finds gradients."""
     with lockstep.init(strategy, seed=5) as world:
@@ -386,7 +408,8 @@ def clipped_in_half(*, another_forward: bool) -> dict[str, Tensor]:
         for number, (x, labels) in enumerate(world.loader(tensors(48), 16)):
             x = x.float()
             world.backward(entropy(model, (x, labels)))
-            for name, part in {"head": model.head, "model": model}.items():
+            two_parts = nn.ModuleList([model.blocks[0], model.head])
+            for name, part in {"head": model.head, "two": two_parts, "model": model}.items():
                 if another_forward:
                     model(x)
                 norm = world.clip_grad_norm_(part, 0.1)
@@ -448,6 +471,7 @@ EXACT: dict[str, Callable[[Any], dict[str, Tensor]]] = {
     "zeroed by hand": partial(cleared_by_hand, clear=set_to_zero),
     "skipped after forward": partial(skipped_after_forward, by_hand=False),
     "skipped after forward, cleared by hand": partial(skipped_after_forward, by_hand=True),
+    "fetched before backward": fetched_before_backward,
     "recomputed": recomputed,
 }
 LEFT: dict[str, Callable[[Any], dict[str, Tensor]]] = {

@@ -134,8 +134,8 @@ def _plan_own_shards(
 def _plan_whole_state(kept: KeptStep, machine: int) -> _ReadingPlan:
     """Plans that a machine reads the whole state.
 
-    Each complete set of ranks has kept the whole state. The machine reads what the set has kept
-    that needs the fewest parts from other machines.
+    Each complete set of ranks has kept the whole state. The machine reads the parts of one set: of
+    the set that needs the fewest parts from other machines.
     """
     plans = []
     for ranks_that_kept in kept.complete_sets:
@@ -147,8 +147,8 @@ def _plan_whole_state(kept: KeptStep, machine: int) -> _ReadingPlan:
 def _every_rank_finds_its_shard(kept: KeptStep, machine_of_rank: Sequence[int]) -> bool:
     """Returns True if each rank needs only what the ranks of its machine have kept.
 
-    Under FSDP, it does if the ranks are as many as before, and on the machines where they were.
-    (HSDP and pipelines are left out: a rank need not have kept everything that it needs.)
+    Under FSDP, each rank does if the ranks are as many as before, and on the machines where they
+    were. (HSDP and pipelines are left out: a rank need not have kept everything that it needs.)
 
     Args:
         kept: the step.

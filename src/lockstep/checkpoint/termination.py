@@ -176,9 +176,8 @@ def _restore_actions() -> None:
 def _forget_in_child() -> None:
     """Undoes everything in a forked process, for example a worker of a DataLoader."""
     global _watcher, _ending_lock
-    _ending_lock = (
-        threading.RLock()
-    )  # a thread that the child does not have may hold the parent's lock
+    # A thread that the child does not have may hold the parent's lock.
+    _ending_lock = threading.RLock()
     _cleanups.clear()
     _restore_actions()
 

@@ -172,8 +172,8 @@ class ShardedModule(Extension):
 
         Always True without `keep_gathered`. With it, True in the last micro-batch only."""
         self._has_unfinished_gradients = False
-        """True from the beginning of a backward pass that is not the last one of its global batch.
-        It leaves gradients on this rank, to which later micro-batches add."""
+        """True from the beginning of a backward pass that is not the last one of its global batch,
+        or of its virtual rank. It leaves gradients on this rank, to which later ones add."""
         self._late_gradient_hooks: list[RemovableHandle] = []
         """Hooks that convert the gradients of parameters which only the last micro-batch uses."""
         self._is_double_backward = False
@@ -219,6 +219,9 @@ class ShardedModule(Extension):
         if isinstance(weighted_loss, DTensor):
             raise outside_forward_error("the loss is a DTensor, as parameters are")
 
+        if not micro_batch.first:
+            # No step begins here, even if the loader has ended since the forward pass.
+            self._step_key = self._run.step.key
         self._set_torch_for_micro_batch()
         self._has_unfinished_gradients = not self._is_last_backward
         if self._unused_parameters is not None:
@@ -301,7 +304,10 @@ class ShardedModule(Extension):
             self._root.set_requires_gradient_sync(is_last_backward)
 
     def _drop_unfinished_gradients(self) -> None:
-        """Drops the gradients of a global batch whose last micro-batch had no backward pass."""
+        """Drops the gradients of a global batch whose last micro-batch had no backward pass.
+
+        On one device, a loop that does not clear them would keep them for its next step.
+        """
         self._has_unfinished_gradients = False
         self._shown_gradients.forget_accumulated()  # the script may have cleared them, too
         self.hide_gradients()  # else those of the shards would seem to be cleared below
@@ -351,8 +357,8 @@ class ShardedModule(Extension):
 
         The parameters of the module are then shards again, which have the gradients to be clipped.
         """
-        is_part_of_model = module in self._root.modules()
-        if is_part_of_model or self._root in module.modules():
+        shares_parts = not set(self._root.modules()).isdisjoint(module.modules())
+        if shares_parts:
             self.hide_gradients()
             self._free_gathered()
 

@@ -271,10 +271,10 @@ def _locate_in_folder(folder: Path) -> tuple[Path, Kind]:
     if len(indexes) == 1:
         return indexes[0], "index"
 
-    # A folder that is named like a checkpoint, and has no manifest, is a damaged checkpoint. The
-    # only file that is left of it may not be everything that was saved.
-    is_damaged_checkpoint = folder.name.startswith(("step-", ".step-"))
-    file_has_all_weights = not indexes and not is_damaged_checkpoint
+    # Beside several indexes, nothing says that the single file is meant. A folder that is named
+    # like a checkpoint may be a damaged one, and the only file in it a part of what was saved.
+    may_be_damaged_checkpoint = folder.name.startswith(("step-", ".step-"))
+    file_has_all_weights = not indexes and not may_be_damaged_checkpoint
     if file is not None and file_has_all_weights:
         return file, "safetensors" if file.suffix == ".safetensors" else "torch"
 

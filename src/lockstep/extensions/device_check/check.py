@@ -674,8 +674,8 @@ def _differing_names(bits_a: BitSums, bits_b: BitSums) -> list[str]:
 def _merge_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
     """Returns one verdict for several tensors, each of which has a verdict of its own.
 
-    A verdict is `Kind.WRONG` if a majority of ranks has the same bits. If the verdicts on all
-    tensors are, the result names every rank that is wrong in one of them. Otherwise the result is
+    A verdict is `Kind.WRONG` if a majority of ranks has the same bits. If all verdicts are
+    `Kind.WRONG`, the result names every rank that is wrong in one of them. Otherwise the result is
     the first verdict without a majority.
     """
     wrong_ranks: set[int] = set()

@@ -269,7 +269,8 @@ def _parse_step(content: bytes, table: TensorTable | None, *, has_virtual_ranks:
         numbers 10 to 12    3 hashes of weights
         numbers from 13     hashes of optimizer states
 
-    A step with only losses has just the first two. Without virtual ranks, none has gradients.
+    A step with only losses has just the first two rows. Without virtual ranks, the row of gradients
+    is missing.
 
     Args:
         content: content of the record, without the letter that it begins with.

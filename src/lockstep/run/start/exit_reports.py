@@ -141,7 +141,7 @@ class ExitReports:
             earlier_failures.update(report.earlier_failures)
         hangs = [report.hang for report in reports if report.hang is not None]
 
-        # If the user has interrupted several launchers, this is the own report, as it comes first.
+        # The own report comes first, so it is taken if this launcher was interrupted too.
         interrupted_reports = (report for report in reports if report.interrupted is not None)
         interrupted_report = next(interrupted_reports, None)
 

@@ -228,7 +228,8 @@ class PipelinedModule(ModuleWrapper):
 
         if self._failure:
             raise UsageError(
-                "a call of the model after an earlier call raised an exception, which was caught",
+                "a call of the model after an exception in its forward or backward pass, which was "
+                "caught",
                 f"{with_article(self._failure)} on this rank: the others wait for what it did not "
                 "send",
                 "let the exception end the run; check on all ranks, before the call, whatever may "
