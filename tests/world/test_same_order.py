@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,24 +9,13 @@ import torch
 import torch.nn.functional as F
 from problems import mlp, tensors
 from torch.utils.data import DataLoader, Subset
+from warned import warnings_of
 
 import lockstep
 
 pytestmark = pytest.mark.unit
 
-Use = Callable[[lockstep.World], Any]
 EPOCHS = 4
-
-
-def warnings_of(use: Use) -> list[tuple[str, str]]:
-    """The text of each warning, and the user's line."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with lockstep.init(seed=0) as world:
-            use(world)
-    with open(__file__, encoding="utf-8") as file:
-        lines = file.readlines()
-    return [(str(warning.message), lines[warning.lineno - 1].strip()) for warning in caught]
 
 
 class Training:

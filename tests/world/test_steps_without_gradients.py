@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,25 +9,14 @@ import torch
 import torch.nn.functional as F
 from problems import mlp, tensors
 from torch import nn
+from warned import warnings_of
 
 import lockstep
 from lockstep.errors import UsageError
 
 pytestmark = pytest.mark.unit
 
-Use = Callable[[lockstep.World], Any]
 NO_BACKWARD = "SGD.step() without a gradient\n  found: in the first 3 steps no parameter had a"
-
-
-def warnings_of(use: Use, **settings: Any) -> list[tuple[str, str]]:
-    """The text of each warning, and the user's line."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with lockstep.init(seed=0, **settings) as world:
-            use(world)
-    with open(__file__, encoding="utf-8") as file:
-        lines = file.readlines()
-    return [(str(warning.message), lines[warning.lineno - 1].strip()) for warning in caught]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

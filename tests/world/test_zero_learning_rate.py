@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
     SequentialLR,
 )
+from warned import Use, warnings_of
 
 import lockstep
 
@@ -67,24 +67,14 @@ def sgd(**options: Any) -> Any:
     return optimizer
 
 
-def warnings_of(use: Callable[[lockstep.World], None]) -> list[tuple[str, str]]:
-    """The text of each warning, and the user's line."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with lockstep.init(seed=0) as world:
-            use(world)
-    with open(__file__, encoding="utf-8") as file:
-        lines = file.readlines()
-    return [
-        (str(warning.message), lines[warning.lineno - 1].strip())
-        for warning in caught
-        if "learning rate of 0" in str(warning.message)
-    ]
+def rate_warnings_of(use: Use) -> list[tuple[str, str]]:
+    """The text of each warning of a learning rate of 0, and the user's line."""
+    return [(text, line) for text, line in warnings_of(use) if "learning rate of 0" in text]
 
 
 def test_a_schedule_divided_by_accumulation_steps_is_told_once_with_the_line() -> None:
     """`total_steps = len(loader) // accumulation * epochs`, where len counts global batches."""
-    ((text, line),) = warnings_of(
+    ((text, line),) = rate_warnings_of(
         lambda world: train(world, sgd(), linear_decay(STEPS // 4), micro_batch_size=2)
     )
 
@@ -94,7 +84,7 @@ def test_a_schedule_divided_by_accumulation_steps_is_told_once_with_the_line() -
 
 
 def test_a_schedule_that_ends_with_an_epoch_is_told_too() -> None:
-    ((text, _),) = warnings_of(lambda world: train(world, sgd(), linear_decay(2 * BATCHES)))
+    ((text, _),) = rate_warnings_of(lambda world: train(world, sgd(), linear_decay(2 * BATCHES)))
     assert "since step 16" in text
 
 
@@ -105,7 +95,7 @@ def test_a_rate_that_is_a_tensor_on_the_cpu_is_read() -> None:
             group["lr"] = torch.tensor(0.1)
         train(world, optimizer, linear_decay(STEPS // 4))
 
-    assert len(warnings_of(use)) == 1
+    assert len(rate_warnings_of(use)) == 1
 
 
 def warm_up_from_0(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -141,7 +131,7 @@ def decays_then_rises(optimizer: torch.optim.Optimizer) -> LRScheduler:
     ],
 )
 def test_a_rate_of_0_for_a_while_is_not_told(make_scheduler: MakeScheduler) -> None:
-    assert warnings_of(lambda world: train(world, sgd(), make_scheduler)) == []
+    assert rate_warnings_of(lambda world: train(world, sgd(), make_scheduler)) == []
 
 
 @pytest.mark.parametrize("t_max", [2, 3])
@@ -151,7 +141,7 @@ def test_a_whole_epoch_at_0_is_not_told_if_the_rate_rises_again(t_max: int) -> N
     def use(world: lockstep.World) -> None:
         train(world, sgd(), lambda each: CosineAnnealingLR(each, t_max), steps_per_epoch=True)
 
-    assert warnings_of(use) == []
+    assert rate_warnings_of(use) == []
 
 
 def test_two_optimizers_that_are_at_0_for_an_epoch_are_not_told() -> None:
@@ -173,7 +163,7 @@ def test_two_optimizers_that_are_at_0_for_an_epoch_are_not_told() -> None:
             for scheduler in schedulers:
                 scheduler.step()
 
-    assert warnings_of(use) == []
+    assert rate_warnings_of(use) == []
 
 
 def test_a_frozen_group_beside_a_trained_one_is_not_told() -> None:
@@ -187,7 +177,7 @@ def test_a_frozen_group_beside_a_trained_one_is_not_told() -> None:
         factors = [lambda step: float(step < 5), lambda step: 1.0]  # freezes the first one
         train(world, optimizer, lambda each: LambdaLR(each, factors))
 
-    assert warnings_of(use) == []
+    assert rate_warnings_of(use) == []
 
 
 def test_an_optimizer_at_0_beside_one_that_trains_is_not_told() -> None:
@@ -206,7 +196,7 @@ def test_an_optimizer_at_0_beside_one_that_trains_is_not_told() -> None:
             first.step()
             second.step()
 
-    assert warnings_of(use) == []
+    assert rate_warnings_of(use) == []
 
 
 def test_a_warm_up_from_0_of_a_second_training_is_not_told() -> None:
@@ -214,4 +204,4 @@ def test_a_warm_up_from_0_of_a_second_training_is_not_told() -> None:
         train(world, sgd(), linear_decay(STEPS))
         train(world, sgd(), warm_up_from_0)
 
-    assert warnings_of(use) == []
+    assert rate_warnings_of(use) == []

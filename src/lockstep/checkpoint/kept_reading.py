@@ -439,7 +439,7 @@ class _KeptTensor(NamedTuple):
     name: str
     """The name of the whole tensor."""
     offsets: Shape
-    """Where the region begins in the whole tensor, in each dimension."""
+    """The first index of the region in the whole tensor, in each dimension."""
     sizes: Shape
     """The size of the region in each dimension."""
     values: TensorInFile

@@ -150,7 +150,7 @@ class ShardedModule(Extension):
             [self.whole_parameters[name] for name in whole_after_forward],
         )
         self._places = _places_of_parameters(root, self._shards, self.whole_parameters)
-        """Where the modules have each parameter."""
+        """The places in the modules that hold each parameter."""
         self._unused_parameters: UnusedParameters | None = None
         if find_unused_parameters:
             root.set_reduce_scatter_unused_params(True)
@@ -672,7 +672,9 @@ class ShardedModule(Extension):
 
 
 class _Place(NamedTuple):
-    """Where a module has a parameter: its shard or, while the module runs, the whole parameter."""
+    """The place in a module that holds a parameter: its shard or, while the module runs, the whole
+    parameter.
+    """
 
     name: str
     """The name of the parameter in the model."""

@@ -171,7 +171,11 @@ def num_ranks_of(run: Sequence[Update]) -> int:
     With DiLoCo, the number of records may change: in the first updates, all replicas of a rank may
     still be one model.
     """
-    return 1 + max((record.rank for update in run for record in update), default=-1)
+    highest_rank = -1
+    for update in run:
+        for record in update:
+            highest_rank = max(highest_rank, record.rank)
+    return highest_rank + 1
 
 
 def _new_names(
@@ -413,7 +417,7 @@ def _new_roots_of_ranks(
 
     new_roots_of_rank = []
     for rank in range(num_ranks_of(other)):
-        only_this_rank = [Update(r for r in update if r.rank == rank) for update in other]
+        only_this_rank = [_records_of_rank(update, rank) for update in other]
         new_roots: dict[str, str] = {}
         for class_name, models_of_rank in _models_by_class(only_this_rank).items():
             candidates = reference_models[class_name]
@@ -427,6 +431,11 @@ def _new_roots_of_ranks(
         new_roots_of_rank.append(_without_unchanged(new_roots))
 
     return new_roots_of_rank
+
+
+def _records_of_rank(update: Update, rank: int) -> Update:
+    """Returns an update with the records of one rank only, which has several with DiLoCo."""
+    return Update(record for record in update if record.rank == rank)
 
 
 def _without_unchanged(new_roots: Mapping[str, str]) -> dict[str, str]:
