@@ -381,7 +381,7 @@ MESSAGES: dict[str, str] = {
     "schedule that ends early": (
         "SGD.step() with a learning rate of 0\n"
         "  found: all parameter groups have had a learning rate of 0 in the 10 steps since step 12, the last one with another rate\n"
-        "  do:    build the schedule for all optimizer steps of the training: the number of epochs * loader.steps, which is not divided by accumulation steps"
+        "  do:    build the schedule for the whole training: for the number of epochs * loader.steps, which is not divided by accumulation steps, if it steps with the optimizer, or for the number of epochs if it steps once in an epoch"
     ),
     "checkpoint.save() of one rank": (
         "checkpoint.save() on rank 0, world.barrier() on rank 1\n"

@@ -368,8 +368,9 @@ class Encoder:
         if is_stored_whole and self._is_main:
             tree = self._add_tensor(self._to_host(local), path)
         else:
-            # The tensor is joined from its shards when it is loaded. This rank has one of them;
-            # none (None), if another rank stores the same; or, under a pipeline, the only one.
+            # When it is loaded, the tensor is joined from the shards of all ranks. `box` is None if
+            # another rank stores the same shard. Under a pipeline, the only shard is the whole
+            # tensor.
             tree = self._add_shard(value, local, box, path)
 
         if tie is not None:

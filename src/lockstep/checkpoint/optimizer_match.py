@@ -373,7 +373,8 @@ def _new_numbers(numbers: Sequence[Any], saved_positions: Sequence[int]) -> dict
 
 
 def _check_shapes(action: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if a saved tensor, such as `exp_avg`, has not its parameter's shape.
+    """Raises CheckpointError if the shape of a saved tensor, such as `exp_avg`, is not that of its
+    parameter.
 
     Only the optimizers of torch and Lockstep are checked. Another optimizer may use the same key
     for a tensor of another shape.

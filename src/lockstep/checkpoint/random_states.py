@@ -101,8 +101,8 @@ class RandomStates:
         manifest = saved["manifest"]
         states = saved["random"]
 
-        # Case 1: this run has one common stream. If the saved run had one, too, all states that are
-        # known are equal. Otherwise any of them does.
+        # Case 1: this run has one common stream. It goes on with the first state that is known. If
+        # the saved run had a common stream, too, that is a state of it.
         if self._common_stream is not None and states is not None:
             known_states = [state for state in states if state is not None]
             self._common_stream.set_common(copy_to_memory(known_states[0]))

@@ -201,7 +201,7 @@ class Writer:
             return
         if failed and self._user_has_interrupted():
             timeout_s = 0.0  # give up at once
-        # Without a save that is not confirmed, this only releases the lock.
+        # If all ranks know how the last save ended, this only releases the lock.
         self._close_alone(timeout_s)
 
     def _close_alone(self, timeout_s: float | None) -> None:

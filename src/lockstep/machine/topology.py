@@ -292,7 +292,7 @@ def _read_torchrun(environ: Environ, argv: Sequence[str]) -> Topology | None:
             "LOCAL_WORLD_SIZE at most WORLD_SIZE",
             "let the launcher set all of them",
         )
-    if not _is_by_torch_elastic(environ):
+    if not _was_started_by_torch_elastic(environ):
         _check_agrees_with_scheduler(topology, environ)
     return topology
 
@@ -305,11 +305,11 @@ def _launcher(environ: Environ) -> str | None:
     name = environ.get(LAUNCHER_VARIABLE)
     if name:
         return name
-    return "torchrun" if _is_by_torch_elastic(environ) else None
+    return "torchrun" if _was_started_by_torch_elastic(environ) else None
 
 
-def _is_by_torch_elastic(environ: Environ) -> bool:
-    """Returns True in a rank of torchrun or of another launcher that stands on torch elastic."""
+def _was_started_by_torch_elastic(environ: Environ) -> bool:
+    """Returns True in a rank of torchrun or of another launcher that is built on torch elastic."""
     return "TORCHELASTIC_RUN_ID" in environ
 
 
@@ -694,8 +694,9 @@ def _check_consecutive_ranks(topology: Topology, command: str) -> None:
     first_rank_here = topology.rank - topology.local_rank
     begins_below_0 = first_rank_here < 0
 
-    # If all machines have equally many ranks, each begins at a multiple of this number. They do not
-    # with 7 ranks of which 4 are here: then nothing is known about where this machine begins.
+    # If all machines have equally many ranks, each begins at a multiple of this number. With 7
+    # ranks of which 4 are here, they have not: then nothing is known about where this machine
+    # begins.
     machines_may_be_equal = topology.size % topology.local_size == 0
     is_multiple = first_rank_here % topology.local_size == 0
     begins_within_another_machine = machines_may_be_equal and not is_multiple

@@ -153,13 +153,12 @@ class LoggedPasses:
         open_pass = OpenPass(loader, training_pass, begun=num_trained)
         self.open.append(open_pass)
 
-        was_left_early = True
         try:
             yield open_pass
-            was_left_early = False
             self._note_exhausted(open_pass)
         finally:
-            if was_left_early or not open_pass.only_held_batches_remain:
+            # Only `_note_exhausted` makes this True. If the loop is left early, it is not called.
+            if not open_pass.only_held_batches_remain:
                 self._close(open_pass)
 
     def _note_exhausted(self, open_pass: OpenPass) -> None:

@@ -185,8 +185,8 @@ def replaced_parameter_error(name: str) -> UsageError:
     """
     return UsageError(
         "a forward pass of a sharded model with other parameters than its own",
-        f"{name} is another tensor than world.prepare has sharded, which torch and the optimizer "
-        "would use all the same",
+        f"{name} is not the tensor that world.prepare has sharded, but torch and the optimizer "
+        "would still use the sharded one",
         "for torch.func.functional_call, use strategy='ddp'; else write into the parameters, under "
         "torch.no_grad(): parameter.copy_(...), or load without assign=True",
         code="LS303",

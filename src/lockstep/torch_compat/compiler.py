@@ -42,8 +42,8 @@ def compile_only_callees(function: Callable[P, T]) -> Callable[P, T]:
     Use it for a wrapper around a forward pass, for example: the forward pass is compiled, and the
     wrapper is not.
 
-    Compiled code that calls this function has it in its own graph all the same, as any function.
-    (`never_compiled` would split that graph in two.)
+    Where compiled code calls this function, it becomes part of the caller's graph, like any other
+    function. (`never_compiled` would split that graph in two.)
     """
     # Torch marks its own functions in this way too, in `torch._dynamo.eval_frame.skip_code`. That
     # module is not used here, because importing it loads the whole compiler.

@@ -51,13 +51,11 @@ class GroupsOnOneDevice(NamedTuple):
     two stages, the second rank may have the parameters 5 to 9.
     """
 
-    sizes: list[int]
-    """The number of parameters in each group, over all ranks."""
-    numbers_here: list[list[int]]
-    """For each group, the numbers of those parameters that are on this rank."""
     origins: list[list[tuple[nn.Module, str]]]
     """For each group, the prepared module of each parameter, over all ranks, and the parameter's
     name in it, which is "" if it is not known."""
+    numbers_here: list[list[int]]
+    """For each group, the numbers of those parameters that are on this rank."""
 
 
 class PreparedOptimizer(DelegatesToInner, Optimizer):
@@ -330,7 +328,8 @@ class PreparedOptimizer(DelegatesToInner, Optimizer):
         for number_here, entry in state["state"].items():
             entries[global_numbers[number_here]] = entry
 
-        return _replace_entries(state, entries, groups.sizes)
+        sizes_of_groups = [len(origins) for origins in groups.origins]
+        return _replace_entries(state, entries, sizes_of_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state that `state_dict` returned, on this rank or on one device.

@@ -586,7 +586,7 @@ class Preparer:
 
         Called before the parameters that are on other ranks are removed.
         """
-        groups_on_one_device = GroupsOnOneDevice(sizes=[], numbers_here=[], origins=[])
+        groups_on_one_device = GroupsOnOneDevice(origins=[], numbers_here=[])
         next_number = 0
         for group in optimizer.param_groups:
             numbers_here = []
@@ -599,7 +599,6 @@ class Preparer:
                 module = self._module_of_parameter[parameter]
                 origins.append((module, self._name_of_parameter.get(parameter, "")))
 
-            groups_on_one_device.sizes.append(len(group["params"]))
             groups_on_one_device.numbers_here.append(numbers_here)
             groups_on_one_device.origins.append(origins)
         return groups_on_one_device

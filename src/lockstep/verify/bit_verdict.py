@@ -298,7 +298,7 @@ def compare_bits(kind: str, expected: Update, actual: Update) -> BitDifference |
     all_names = [*expected_hashes, *sorted(names_on_some_rank - expected_hashes.keys())]
     ordered_names = [name for name in all_names if name in names_that_differ]
 
-    # Without a certain rank, all are named.
+    # If no single rank is at fault, all ranks are named.
     all_ranks = list(range(len(actual)))
     ranks = list(wrong_names_by_rank) or all_ranks
     return BitDifference(kind, ordered_names, len(all_names), ranks)

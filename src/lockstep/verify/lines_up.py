@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep.verify.names import num_ranks_of
 from lockstep.verify.tolerance import Array
 from lockstep.verify.training_record import RankUpdate, Update
 from lockstep.wording import group_by_key
@@ -411,7 +412,7 @@ def with_idle_ranks(updates: Sequence[Update], idle_ranks: Collection[int]) -> l
     if not updates:
         return []
 
-    num_active_ranks = 1 + max(record.rank for record in updates[0])
+    num_active_ranks = num_ranks_of(updates)
     num_ranks = num_active_ranks + len(idle_ranks)
     active_ranks = [rank for rank in range(num_ranks) if rank not in idle_ranks]
 

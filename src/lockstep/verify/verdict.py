@@ -608,10 +608,10 @@ def _new_findings(
 def _is_new_difference(
     difference_between_ranks: Divergence, differences_from_reference: Sequence[Divergence]
 ) -> bool:
-    """True if the ranks differ, in kind or update, where they do not differ from the reference.
+    """True if no difference from the reference is of the same kind and in the same update.
 
-    If they differ from it nowhere, the answer is False: every rank agrees with the reference within
-    the tolerance, so the ranks differ from each other only by rounding.
+    It is False if there is no difference from the reference at all: every rank agrees with it
+    within the tolerance, so the ranks differ from each other only by rounding.
     """
     known = {
         (difference.kind, difference.update_index) for difference in differences_from_reference

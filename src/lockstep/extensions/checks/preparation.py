@@ -118,9 +118,8 @@ class PreparationCheck(Check):
 
         model.note_backward()
         if model.num_backwards >= BACKWARDS_BEFORE_COMPARISON:
-            if self._send_and_compare_checksums(
-                model
-            ):  # after that, the line is not watched any more
+            # After that, the line is not watched any more.
+            if self._send_and_compare_checksums(model):
                 self._warn_of_model(model)
 
     def _unprepared_parameters(self, loss: Tensor) -> list[nn.Parameter] | None:

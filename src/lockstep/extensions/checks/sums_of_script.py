@@ -197,17 +197,22 @@ def _names_divided_by_length(statement: ast.stmt) -> set[str]:
 
 def _divisions_by_length(node: ast.AST) -> Iterator[ast.BinOp]:
     """Yields all divisions `... / len(...)` within a node of the syntax tree."""
-    for part in ast.walk(node):
-        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div) and _is_length(part.right):
-            yield part
+    for division in _divisions(node):
+        if _is_length(division.right):
+            yield division
 
 
 def _divisions_by_number(node: ast.AST, number: int) -> Iterator[ast.BinOp]:
     """Yields all divisions by a number that is spelt out, such as `... / 10000`, within a node."""
+    for division in _divisions(node):
+        if isinstance(division.right, ast.Constant) and division.right.value == number:
+            yield division
+
+
+def _divisions(node: ast.AST) -> Iterator[ast.BinOp]:
+    """Yields all divisions `... / ...` within a node of the syntax tree."""
     for part in ast.walk(node):
-        if not isinstance(part, ast.BinOp) or not isinstance(part.op, ast.Div):
-            continue
-        if isinstance(part.right, ast.Constant) and part.right.value == number:
+        if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Div):
             yield part
 
 

@@ -2,7 +2,7 @@
 
 A schedule that was built for fewer steps than the training has reaches 0 too early, for example if
 its length was divided by a number of accumulation steps although `loader.steps` counts optimizer
-steps. Torch says nothing, and the loss merely stops to fall.
+steps. Torch says nothing, and the loss merely stops falling.
 
 A learning rate of 0 is right in warm-up, for a single step at the end of a schedule or of one of
 its cycles, and for parameter groups that are frozen on purpose. So the check waits for many steps
@@ -92,8 +92,9 @@ class ZeroLearningRateCheck(Check):
             f"{name}.step() with a learning rate of 0",
             found=f"all parameter groups have had a learning rate of 0 in the {num_steps} steps "
             f"since step {self._latest_step_with_rate}, the last one with another rate",
-            do="build the schedule for all optimizer steps of the training: the number of epochs * "
-            "loader.steps, which is not divided by accumulation steps",
+            do="build the schedule for the whole training: for the number of epochs * "
+            "loader.steps, which is not divided by accumulation steps, if it steps with the "
+            "optimizer, or for the number of epochs if it steps once in an epoch",
         )
 
 

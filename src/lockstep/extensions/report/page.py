@@ -439,12 +439,15 @@ def _rows_of_facts(start: Start) -> list[tuple[str, str, str]]:
     """
     rows = []
     for name, value, reason in run_facts(start):
-        rows.append((_in_own_language(name), _in_own_language(value), _in_own_language(reason)))
+        shown_name = _translate_unless_from_user(name)
+        shown_value = _translate_unless_from_user(value)
+        shown_reason = _translate_unless_from_user(reason)
+        rows.append((shown_name, shown_value, shown_reason))
     return rows
 
 
-def _in_own_language(text: str) -> str:
-    """Returns a text of Lockstep's in the language of the page, and one of the user's as it is."""
+def _translate_unless_from_user(text: str) -> str:
+    """Translates a text into the language of the page, unless it comes from the user."""
     return text if isinstance(text, UserText) else translate(text)
 
 

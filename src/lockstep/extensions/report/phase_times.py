@@ -39,7 +39,7 @@ class PhaseTimes(Extension):
     def phase_entered(self, phase: str) -> None:
         """Ends the present phase, adds its time to the sums, and begins another phase.
 
-        Phases before the first step are kept in mind, and their time is not added.
+        Before the first step, the present phase is noted, but its time is not added.
 
         For example, a backward pass of 100 ms in which this rank waits for other ranks for 30 ms
         adds 70 ms to "backward" and 30 ms to "communication".

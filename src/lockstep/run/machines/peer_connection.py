@@ -367,7 +367,8 @@ async def receive_changes(
 
     def apply_changes(message: Mapping[str, Any]) -> None:
         for change in message["nodes"]:
-            # Changes of the own node come back from the server, and may be outdated by then.
+            # Changes of this launcher's own node come back from the server, and may be outdated by
+            # then.
             is_own_node = change["number"] == peers.own_number
             if not is_own_node:
                 peers.write(int(change["number"]), change["changes"])

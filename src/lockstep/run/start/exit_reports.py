@@ -141,7 +141,7 @@ class ExitReports:
             earlier_failures.update(report.earlier_failures)
         hangs = [report.hang for report in reports if report.hang is not None]
 
-        # The own report comes first, so it is taken if this launcher was interrupted too.
+        # This launcher's report comes first, so it is taken if this one was interrupted too.
         interrupted_reports = (report for report in reports if report.interrupted is not None)
         interrupted_report = next(interrupted_reports, None)
 

@@ -185,7 +185,7 @@ def _run_watched(script: Script, folder: Path) -> None:
         _set_address_for_script_processes()
         script_processes.watch_script_processes(folder)
     else:
-        meeting.check_meetings()
+        meeting.check_init_process_group()
 
     # After a restart, the store may still have keys of the earlier ranks, as not every version of
     # torch lets the launcher delete them. Then the keys of this attempt get a prefix of their own.

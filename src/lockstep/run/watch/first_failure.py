@@ -386,7 +386,7 @@ def _lost_peer(end: ExitStatus) -> LostPeer | None:
 
     The exception that the rank recorded is the best source. Without one, its standard error is
     searched: the last lines (`last_lines`) if the process was aborted, and otherwise the last
-    traceback in it (`printed`).
+    traceback in it (`printed_traceback`).
     """
     if end.error is not None:
         return find_lost_peer([end.error.message, *end.error.chain])

@@ -1,4 +1,4 @@
-"""Tells soon why processes will not meet, where torch would let them wait for its timeout.
+"""Reports early why processes cannot meet, where torch would let them wait until its timeout.
 
 The launcher serves the store at which its ranks meet, at MASTER_ADDR and MASTER_PORT, and says so
 by TORCHELASTIC_USE_AGENT_STORE. Processes that the script starts in a rank, by `mp.spawn` for
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +24,10 @@ from lockstep import torch_compat
 from lockstep.errors import SettingError
 from lockstep.machine.network import wait_until
 from lockstep.run.watch.evidence import FOLDER_VARIABLE
-from lockstep.run.watch.script_processes import replace_start_processes
+from lockstep.run.watch.script_processes import (
+    let_processes_import_lockstep,
+    replace_start_processes,
+)
 
 CONNECT_TIMEOUT_S = 2.0
 SERVED_WITHIN_S = 20.0
@@ -36,19 +38,17 @@ ADVICE_ON_TWO_LAUNCHERS = (
     "or start the script with --nproc-per-node 1"
 )
 
-_PACKAGE_PARENT = str(Path(__file__).parents[3])
 
-
-def check_meetings() -> None:
+def check_init_process_group() -> None:
     """Makes `init_process_group` raise an error where processes cannot meet.
 
     This is called in a rank of the launcher. It also counts for processes that the rank forks or
     starts by `mp.spawn`.
     """
-    _check_meetings(rank_pid=os.getpid())
+    _check_init_process_group(rank_pid=os.getpid())
 
 
-def _check_meetings(rank_pid: int) -> None:
+def _check_init_process_group(rank_pid: int) -> None:
     torch_compat.replace_store_creation(partial(_create_checked_store, rank_pid))
     replace_start_processes(partial(_start_checked_processes, rank_pid))
 
@@ -56,15 +56,13 @@ def _check_meetings(rank_pid: int) -> None:
 def _start_checked_processes(
     rank_pid: int, original_start_processes: Any, fn: Any, *args: Any, **options: Any
 ) -> Any:
-    """Replaces `mp.start_processes`: each process calls `_check_meetings` before it calls `fn`."""
-    # The processes inherit `sys.path`, and must find Lockstep there.
-    if _PACKAGE_PARENT not in sys.path:
-        sys.path.append(_PACKAGE_PARENT)
+    """Replaces `mp.start_processes`: each process checks its meetings, too, and then calls `fn`."""
+    let_processes_import_lockstep()
     return original_start_processes(partial(_run_checked, rank_pid, fn), *args, **options)
 
 
 def _run_checked(rank_pid: int, program: Callable[..., object], index: int, *args: Any) -> None:
-    _check_meetings(rank_pid)
+    _check_init_process_group(rank_pid)
     program(index, *args)
 
 

@@ -55,6 +55,12 @@ def watch_script_processes(folder: Path) -> None:
     BaseProcess.start = start  # type: ignore[method-assign, assignment]
 
 
+def let_processes_import_lockstep() -> None:
+    """Adds Lockstep's folder to `sys.path`, which processes of `mp.spawn` inherit."""
+    if _PACKAGE_PARENT not in sys.path:
+        sys.path.append(_PACKAGE_PARENT)
+
+
 class _WatchedStarter:
     """Starts the processes of a script, and gives each a folder for its probe.
 
@@ -84,10 +90,7 @@ class _WatchedStarter:
 
         All arguments but the first are those that the script has passed.
         """
-        # The processes inherit `sys.path`, and must find Lockstep there.
-        if _PACKAGE_PARENT not in sys.path:
-            sys.path.append(_PACKAGE_PARENT)
-
+        let_processes_import_lockstep()
         folder_of_group = group_folder(self._folder, next(self._group_numbers), nprocs)
         watched_fn = partial(_run_spawned, folder_of_group, nprocs, fn)
         return original_start_processes(watched_fn, args, nprocs, *more, **options)

@@ -182,7 +182,7 @@ def _can_be_rebound(part: nn.Module) -> bool:
         return False
 
     # Any other forward is a method or an object, such as one with `self.module = module`. It refers
-    # to the module in an attribute, which a copy of it can have another value for. An object of a
+    # to the module by an attribute, and a copy of it can refer to another module. An object of a
     # class that is written in C has no such attributes.
     return hasattr(forward, "__dict__")
 

@@ -151,11 +151,12 @@ def _watch_hooks(recorder: Recorder, method_name: str, call_hook: Callable[..., 
     def register(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         """Replaces the method, and watches the hook if the script registers it."""
         module_of_caller = sys._getframe(1).f_globals["__name__"]
-        line_of_script = user_line()  # None if only libraries are on the call stack
-
         # The script may have called torch, which registers a hook of its own.
-        is_hook_of_script = line_of_script and not is_of_torch_or_lockstep(module_of_caller)
-        if not is_hook_of_script:
+        if is_of_torch_or_lockstep(module_of_caller):  # first, because it is faster
+            return original_register(tensor, hook)
+
+        line_of_script = user_line()  # None if only libraries are on the call stack
+        if not line_of_script:
             return original_register(tensor, hook)
 
         watched_hook = partial(call_hook, recorder, line_of_script, tensor, hook)
